@@ -1,0 +1,2 @@
+//! The `redlite` binary.
+fn main() {}

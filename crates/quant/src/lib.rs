@@ -1,0 +1,11 @@
+//! Block formats of GGUF weights: what a block looks like, how to decode it, how to encode it.
+//!
+//! This crate knows bytes and numbers. It knows neither files nor models.
+//!
+//! - [`Type`] names every format and its block geometry;
+//! - [`decode`] turns blocks into `f32`, bit-identical to the format's published definition;
+//! - [`encode`] searches for the blocks that lose least.
+
+mod types;
+
+pub use types::Type;
