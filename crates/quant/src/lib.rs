@@ -3,9 +3,17 @@
 //! This crate knows bytes and numbers. It knows neither files nor models.
 //!
 //! - [`Type`] names every format and its block geometry;
-//! - [`decode`] turns blocks into `f32`, bit-identical to the format's published definition;
-//! - [`encode`] searches for the blocks that lose least.
+//! - [`decode()`] turns blocks into `f32`, bit-identical to the format's published definition;
+//! - [`encode()`] searches for the blocks that lose least;
+//! - [`codebook`] holds the tables the IQ and MXFP4 formats refer to.
 
+pub mod codebook;
+pub mod decode;
+mod encode;
+mod error;
 mod types;
 
+pub use decode::decode;
+pub use encode::{can_encode, encode};
+pub use error::Error;
 pub use types::Type;

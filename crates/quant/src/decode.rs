@@ -1,0 +1,87 @@
+//! Blocks to `f32`.
+//!
+//! [`decode()`] takes whole blocks of any type. The functions named after a type decode one block of it; the
+//! block layouts are described where they are decoded, in the files of the three families.
+//!
+//! Every function gives the `f32` that the format's definition gives, operation by operation: products are
+//! taken in the order written, without contraction into multiply-adds. Any bytes decode: scales that are
+//! infinite or NaN yield infinite or NaN weights, whose payload bits are unspecified (except for `F32` and
+//! `BF16`, which are copied).
+
+mod simple;
+
+pub use simple::{mxfp4, q4_0, q4_1, q5_0, q5_1, q8_0};
+
+use crate::{Error, Type};
+
+/// Decodes `out.len()` weights of type `ty` from `bytes`.
+///
+/// # Errors
+///
+/// [`Error::PartialBlock`] if `out` is not a whole number of blocks, [`Error::ByteLength`] if `bytes` is not
+/// exactly what these blocks take. `out` is untouched then.
+pub fn decode(ty: Type, bytes: &[u8], out: &mut [f32]) -> Result<(), Error> {
+    let expected = ty.bytes(out.len()).ok_or(Error::PartialBlock { ty, len: out.len() })?;
+    if bytes.len() != expected {
+        return Err(Error::ByteLength { ty, len: out.len(), expected, actual: bytes.len() });
+    }
+    match ty {
+        Type::F32 => simple::f32s(bytes, out),
+        Type::F16 => simple::f16s(bytes, out),
+        Type::BF16 => simple::bf16s(bytes, out),
+        Type::Q8_0 => each(bytes, out, q8_0),
+        Type::Q4_0 => each(bytes, out, q4_0),
+        Type::Q4_1 => each(bytes, out, q4_1),
+        Type::Q5_0 => each(bytes, out, q5_0),
+        Type::Q5_1 => each(bytes, out, q5_1),
+        Type::MXFP4 => each(bytes, out, mxfp4),
+        _ => return Err(Error::NoEncoder(ty)),
+    }
+    Ok(())
+}
+
+/// Calls `block` on every pair of block and decoded weights; the lengths have been checked.
+#[inline]
+fn each<const BYTES: usize, const LEN: usize>(
+    bytes: &[u8],
+    out: &mut [f32],
+    block: impl Fn(&[u8; BYTES], &mut [f32; LEN]),
+) {
+    for (bytes, out) in bytes.as_chunks().0.iter().zip(out.as_chunks_mut().0) {
+        block(bytes, out);
+    }
+}
+
+/// The value of an IEEE binary16, given its bits; exact for every finite one.
+///
+/// Without branches, so that a loop over it vectorises, and the same on every machine. The exponent is moved
+/// into place and corrected by an exact product, which also normalises subnormal values.
+#[inline]
+pub fn f16_to_f32(bits: u16) -> f32 {
+    let sign = u32::from(bits & 0x8000) << 16;
+    let magnitude = u32::from(bits & 0x7fff) << 13;
+    // 2^112: the difference of the exponent biases, 127 - 15.
+    let finite = (f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)).to_bits();
+    let special = if magnitude >= 0x7c00 << 13 { 0x7f80_0000 } else { 0 };
+    f32::from_bits(finite | special | sign)
+}
+
+/// The binary16 stored at byte `at` of a block.
+#[inline]
+fn half_at(block: &[u8], at: usize) -> f32 {
+    f16_to_f32(u16::from_le_bytes([block[at], block[at + 1]]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_half_converts_exactly() {
+        for bits in 0..=u16::MAX {
+            let (ours, theirs) = (f16_to_f32(bits), half::f16::from_bits(bits).to_f32());
+            let same = ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan());
+            assert!(same, "{bits:#06x}: {ours} instead of {theirs}");
+        }
+    }
+}

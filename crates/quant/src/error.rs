@@ -1,0 +1,40 @@
+//! Why a slice of weights or bytes was refused.
+
+use crate::Type;
+
+/// A refused call: the lengths do not fit the type, or the type has no encoder.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The number of weights is not a whole number of blocks.
+    #[error("{len} weights are not a whole number of {ty} blocks of {}", ty.block_len())]
+    PartialBlock {
+        /// The type of the blocks.
+        ty: Type,
+        /// The number of weights given.
+        len: usize,
+    },
+    /// The number of bytes is not what that many weights take.
+    #[error("{len} weights of {ty} take {expected} bytes, {actual} were given")]
+    ByteLength {
+        /// The type of the blocks.
+        ty: Type,
+        /// The number of weights asked for.
+        len: usize,
+        /// Bytes which `len` weights take.
+        expected: usize,
+        /// Bytes given.
+        actual: usize,
+    },
+    /// The type can be decoded but not written.
+    #[error("{0} can be read but not written; encode to another type")]
+    NoEncoder(Type),
+    /// The importance does not cover whole rows of the weights.
+    #[error("an importance of {importance} columns does not fit {len} weights: give one value per column")]
+    Importance {
+        /// The number of weights given.
+        len: usize,
+        /// The number of importance values given.
+        importance: usize,
+    },
+}
