@@ -8,8 +8,12 @@
 //! infinite or NaN yield infinite or NaN weights, whose payload bits are unspecified (except for `F32` and
 //! `BF16`, which are copied).
 
+mod iq;
+mod k;
 mod simple;
 
+pub use iq::{iq1_m, iq1_s, iq2_s, iq2_xs, iq2_xxs, iq3_s, iq3_xxs, iq4_nl, iq4_xs};
+pub use k::{q2_k, q3_k, q3_k_scales, q4_k, q5_k, q6_k, six_bit_scales};
 pub use simple::{mxfp4, q4_0, q4_1, q5_0, q5_1, q8_0};
 
 use crate::{Error, Type};
@@ -35,7 +39,20 @@ pub fn decode(ty: Type, bytes: &[u8], out: &mut [f32]) -> Result<(), Error> {
         Type::Q5_0 => each(bytes, out, q5_0),
         Type::Q5_1 => each(bytes, out, q5_1),
         Type::MXFP4 => each(bytes, out, mxfp4),
-        _ => return Err(Error::NoEncoder(ty)),
+        Type::Q2_K => each(bytes, out, q2_k),
+        Type::Q3_K => each(bytes, out, q3_k),
+        Type::Q4_K => each(bytes, out, q4_k),
+        Type::Q5_K => each(bytes, out, q5_k),
+        Type::Q6_K => each(bytes, out, q6_k),
+        Type::IQ1_S => each(bytes, out, iq1_s),
+        Type::IQ1_M => each(bytes, out, iq1_m),
+        Type::IQ2_XXS => each(bytes, out, iq2_xxs),
+        Type::IQ2_XS => each(bytes, out, iq2_xs),
+        Type::IQ2_S => each(bytes, out, iq2_s),
+        Type::IQ3_XXS => each(bytes, out, iq3_xxs),
+        Type::IQ3_S => each(bytes, out, iq3_s),
+        Type::IQ4_NL => each(bytes, out, iq4_nl),
+        Type::IQ4_XS => each(bytes, out, iq4_xs),
     }
     Ok(())
 }
@@ -70,6 +87,12 @@ pub fn f16_to_f32(bits: u16) -> f32 {
 #[inline]
 fn half_at(block: &[u8], at: usize) -> f32 {
     f16_to_f32(u16::from_le_bytes([block[at], block[at + 1]]))
+}
+
+/// The little-endian `u32` stored at byte `at` of a block.
+#[inline]
+fn word_at(block: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 
 #[cfg(test)]

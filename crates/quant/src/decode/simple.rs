@@ -12,7 +12,7 @@
 //! Byte `i` of the nibbles holds weight `i` in its low half and weight `i + 16` in its high half; bit `i` of
 //! the fifth bits belongs to weight `i`. `v` is [`MXFP4_VALUES`], twice the value, hence the halved scale.
 
-use super::{f16_to_f32, half_at};
+use super::{f16_to_f32, half_at, word_at};
 use crate::codebook::MXFP4_VALUES;
 
 /// `f32`, stored as they are.
@@ -99,10 +99,7 @@ fn half_power_of_two(e: u8) -> f32 {
     }
 }
 
+#[inline]
 fn five_bits(low: u8, fifth: u32, i: usize) -> i32 {
-    i32::from(low) | (fifth >> i & 1) as i32 * 16
-}
-
-fn word_at(block: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
+    i32::from(low) | ((fifth >> i & 1) << 4) as i32
 }
