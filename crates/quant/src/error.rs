@@ -37,4 +37,26 @@ pub enum Error {
         /// The number of importance values given.
         importance: usize,
     },
+    /// A value of the importance is negative, NaN or infinite.
+    #[error("the importance of column {column} is negative or not finite; measure it anew")]
+    BadImportance {
+        /// The column.
+        column: usize,
+    },
+    /// A weight is NaN or infinite, which blocks cannot hold.
+    #[error("weight {index} is not finite, {ty} cannot hold it; is the source damaged?")]
+    NotFinite {
+        /// The type asked for.
+        ty: Type,
+        /// Which of the weights given.
+        index: usize,
+    },
+    /// A weight is beyond what the type can stand for.
+    #[error("weight {index} is too large for {ty}; keep this tensor in F32 or BF16")]
+    TooLarge {
+        /// The type asked for.
+        ty: Type,
+        /// Which of the weights given.
+        index: usize,
+    },
 }
