@@ -71,16 +71,24 @@ fn each<const BYTES: usize, const LEN: usize>(
 
 /// The value of an IEEE binary16, given its bits; exact for every finite one.
 ///
-/// Without branches, so that a loop over it vectorises, and the same on every machine. The exponent is moved
-/// into place and corrected by an exact product, which also normalises subnormal values.
+/// Selections instead of branches, so that a loop over it vectorises, and no subnormal `f32` on the way, which
+/// would cost some processors a hundred cycles.
 #[inline]
 pub fn f16_to_f32(bits: u16) -> f32 {
-    let sign = u32::from(bits & 0x8000) << 16;
-    let magnitude = u32::from(bits & 0x7fff) << 13;
-    // 2^112: the difference of the exponent biases, 127 - 15.
-    let finite = (f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)).to_bits();
-    let special = if magnitude >= 0x7c00 << 13 { 0x7f80_0000 } else { 0 };
-    f32::from_bits(finite | special | sign)
+    /// The difference of the exponent biases, 127 - 15, in place.
+    const REBIAS: u32 = 112 << 23;
+    /// 2^-24, the unit of subnormal halves.
+    const UNIT: f32 = 1.0 / (1 << 24) as f32;
+    let magnitude = i32::from(bits & 0x7fff);
+    let shifted = (magnitude as u32) << 13;
+    let value = if magnitude < 0x0400 {
+        (magnitude as f32 * UNIT).to_bits()
+    } else if magnitude < 0x7c00 {
+        shifted + REBIAS
+    } else {
+        shifted + 2 * REBIAS
+    };
+    f32::from_bits(value | u32::from(bits & 0x8000) << 16)
 }
 
 /// The binary16 stored at byte `at` of a block.

@@ -23,8 +23,7 @@ fn assert_same(ours: &[f32], theirs: &[f32]) {
 #[test]
 fn rounding_gives_the_values_made_in_numpy() {
     let [values, q8_0, q8_k] = golden();
-    for (round, expected) in
-        [(round_q8_0 as fn(&mut [f32]), &q8_0), (round_q8_1, &q8_0), (round_q8_k, &q8_k)]
+    for (round, expected) in [(round_q8_0 as fn(&mut [f32]), &q8_0), (round_q8_1, &q8_0), (round_q8_k, &q8_k)]
     {
         let mut ours = values.clone();
         round(&mut ours);

@@ -7,15 +7,15 @@
 A file holds the blocks of one type and behind them the weights they stand for, as little-endian f32. Bytes are
 random; the block scales run through ordinary and extreme values.
 
-`activation.bin` holds activations, and behind them what they are after rounding to Q8_0 and to Q8_K as llama.cpp
-does on x86, all as f32.
+`codebooks.bin` holds the rows of all codebooks, as i8. `activation.bin` holds activations, and behind them what they
+are after rounding to Q8_0 and to Q8_K as llama.cpp does on x86, all as f32.
 """
 
 from pathlib import Path
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.quants import IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, dequantize
 
 # binary16: ordinary positive and negative, largest, smallest subnormal, negative zero, infinity, NaN.
 SCALES = [0x1E66, 0x9D11, 0x7BFF, 0x0001, 0x8000, 0xFC00, 0x7E01]
@@ -98,6 +98,11 @@ def main() -> None:
             weights = dequantize(made.reshape(-1), kind)
         assert weights.size == made.shape[0] * length
         (folder / f"{name.lower()}.bin").write_bytes(made.tobytes() + weights.astype("<f4").tobytes())
+    grids = b""
+    for codebook in [IQ1_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S]:
+        codebook.init_grid()
+        grids += codebook.grid.astype(np.int8).tobytes()
+    (folder / "codebooks.bin").write_bytes(grids)
     values = activations(rng)
     with np.errstate(all="ignore"):
         outs = [values, rounded(values, 32, False, True), rounded(values, 256, True, False)]
