@@ -1,1 +1,36 @@
-//! To be filled.
+//! What a model of the Qwen3-Next family is: its shape, its weights, the state of a sequence, and the
+//! interface every backend implements.
+//!
+//! This crate knows neither how a stage is computed nor where expert bytes come from.
+//!
+//! - [`Spec`]: the shape, read from metadata and checked;
+//! - [`Model`]: a file whose tensors have been found, checked and given typed names ([`Weights`]);
+//! - [`Pass`]: one call of the model, for one or many sequences and one or thousands of rows;
+//! - [`Backend`]: the stages over a pass, with opaque buffers;
+//! - [`Driver`]: the loop over stages, one resumable step at a time;
+//! - [`state`]: reference-counted KV pages and recurrent states.
+
+mod backend;
+mod driver;
+mod error;
+mod model;
+mod pass;
+mod spec;
+mod stage;
+pub mod state;
+mod vocabulary;
+mod weights;
+
+pub use backend::{Backend, Capabilities, Limits, Matrix, PassId, PlacedExpert, Slot, Wave};
+pub use driver::{Driver, ExpertSource, MappedExperts, Observer, Progress, Quiet};
+pub use error::{Error, Result};
+pub use model::{Model, ResidentWeights};
+pub use pass::{GRID, Pass, Run, SnapshotRequest};
+pub use spec::{AttentionSpec, DeltaSpec, LayerKind, MoeSpec, Spec};
+pub use stage::{Intermediate, Stage, Step};
+pub use state::{KvType, SequenceId, Snapshot};
+pub use vocabulary::vocabulary;
+pub use weights::{
+    AttentionWeights, DeltaWeights, ExpertLayout, ExpertTensor, Layer, MatrixInfo, Mixer, MoeWeights, Part,
+    ResidentMatrix, VectorInfo, Weights,
+};
