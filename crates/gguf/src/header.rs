@@ -19,10 +19,10 @@ pub const MAX_DEPTH: usize = 8;
 /// bounds the memory that a hostile file of terabytes (sparse, so cheap to make) can ask for.
 pub const MAX_HEADER: usize = 256 << 20;
 
-/// Least bytes of an entry: key length, key of one byte, type, value of one byte.
-const LEAST_ENTRY: u64 = 8 + 1 + 4 + 1;
-/// Least bytes of a tensor: name length, name of one byte, dimension count, one dimension, type, offset.
-const LEAST_TENSOR: u64 = 8 + 1 + 4 + 8 + 4 + 8;
+/// Least bytes of an entry: key length, type, value of one byte. (An empty key has its own message.)
+const LEAST_ENTRY: u64 = 8 + 4 + 1;
+/// Least bytes of a tensor: name length, dimension count, one dimension, type, offset.
+const LEAST_TENSOR: u64 = 8 + 4 + 8 + 4 + 8;
 /// Least bytes of an array within an array: element type, length.
 const LEAST_ARRAY: u64 = 4 + 8;
 

@@ -1,38 +1,13 @@
 //! What `Writer` writes, `Gguf` reads, and nothing is left behind otherwise.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use gguf::{Array, ErrorKind, Gguf, Metadata, Strings, TensorDecl, TensorType, Value, Writer};
 use quant::Type;
 
-/// A fresh folder for one test, removed with the value.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(test: &str) -> Folder {
-        let path = std::env::temp_dir().join(format!("redlite-gguf-writer-{test}-{}", std::process::id()));
-        fs::create_dir_all(&path).unwrap();
-        Folder(path)
-    }
-
-    fn join(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-
-    fn names(&self) -> Vec<String> {
-        let mut names: Vec<_> =
-            fs::read_dir(&self.0).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-        names.sort();
-        names
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
+mod common;
+use common::Folder;
 
 /// Every type of value and of array, at its extremes.
 fn every_value() -> Metadata {
