@@ -54,6 +54,10 @@ pub struct DeltaSpec {
 }
 
 impl DeltaSpec {
+    /// Epsilon of the L2 norms of queries and keys, x / sqrt(Σx² + eps): a constant of the architecture, as in
+    /// Transformers, not a key of the file.
+    pub const L2_EPS: f32 = 1e-6;
+
     /// Columns of all queries (or keys) of a row.
     pub fn key_dim(&self) -> usize {
         self.key_heads * self.head_dim
@@ -98,7 +102,7 @@ pub struct Spec {
     pub vocab: usize,
     /// Positions the model was made for.
     pub context: usize,
-    /// Epsilon of every RMS norm and of the L2 norms.
+    /// Epsilon of every RMS norm.
     pub rms_eps: f32,
     /// Attention layers.
     pub attention: AttentionSpec,
