@@ -1,1 +1,28 @@
-//! To be filled.
+//! Sessions over a backend: chunked ingestion, decoding, sampling, stopping.
+//!
+//! - [`Engine`] owns a backend and its expert source and runs passes on them;
+//! - [`Session`] is a conversation's tokens and the state behind them;
+//! - [`Ingestion`] reads a prompt in chunks and can stop between any two stages;
+//! - [`Generation`] turns logits into text, one token at a time;
+//! - [`perplexity()`], [`parity`] and [`compare`] say how good and how alike results are.
+
+mod cancel;
+mod chunks;
+pub mod compare;
+mod engine;
+mod error;
+mod generation;
+mod ingestion;
+pub mod npy;
+pub mod parity;
+mod perplexity;
+mod sampler;
+
+pub use cancel::Cancel;
+pub use chunks::chunks;
+pub use engine::{Engine, Options, Session};
+pub use error::{Error, Result};
+pub use generation::{Finish, Generation, GenerationOptions, Token};
+pub use ingestion::{Ingested, Ingestion, LogitRows, Request};
+pub use perplexity::{Perplexity, perplexity};
+pub use sampler::{Sampler, Sampling};

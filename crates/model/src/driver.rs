@@ -117,6 +117,11 @@ impl Driver {
         self.pass
     }
 
+    /// The step [`Driver::advance`] works on next; `None` when done.
+    pub fn next_step(&self) -> Option<&Step> {
+        self.steps.get(self.next)
+    }
+
     /// Calls the next stage of the next block, or the next wave of experts.
     ///
     /// # Errors
