@@ -8,6 +8,17 @@
 //! - [`Writer`] streams a model of any size to disk and leaves nothing behind when it fails;
 //! - [`Header::parse`] reads one file from a slice of bytes.
 //!
+//! ```no_run
+//! # fn main() -> Result<(), gguf::Error> {
+//! let model = gguf::Gguf::open("model-00002-of-00003.gguf".as_ref())?;
+//! let layers = model.metadata().u32("qwen3next.block_count")?;
+//! for tensor in model.tensors() {
+//!     println!("{} {:?} {}: {} bytes", tensor.name, tensor.dims, tensor.ty, model.bytes(tensor).len());
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! Files are untrusted. A broken one yields an [`Error`] that names the file, the field or tensor, and
 //! what was found; memory is only allocated for elements that the bytes left in the file can hold.
 //! Layout of the format: the GGUF document of the ggml project, versions 2 and 3, little-endian.

@@ -162,10 +162,15 @@ impl Drop for Writer {
 /// A hidden name beside `path` that no other writer uses.
 fn temporary_name(path: &Path) -> Result<PathBuf, ErrorKind> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
-    let Some(name) = path.file_name() else {
-        let error = io::Error::new(io::ErrorKind::InvalidInput, "the path has no file name");
-        return Err(ErrorKind::Io { action: "create the file", error });
+    let refuse = |reason| {
+        let error = io::Error::new(io::ErrorKind::InvalidInput, reason);
+        Err(ErrorKind::Io { action: "create the file", error })
     };
+    let Some(name) = path.file_name() else { return refuse("the path has no file name") };
+    // Renaming would replace a device by a file, and fail on a folder after all the work.
+    if fs::metadata(path).is_ok_and(|existing| !existing.is_file()) {
+        return refuse("the path is a folder or a device");
+    }
     let mut hidden = std::ffi::OsString::from(".");
     hidden.push(name);
     hidden.push(format!(".{}-{}.partial", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));

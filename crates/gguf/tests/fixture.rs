@@ -1,9 +1,13 @@
 //! Files of an independent writer (`make_fixture.py`), every value of them.
 
-use gguf::{Array, Gguf, Metadata, TensorType, Value};
+use std::fs;
+use std::path::Path;
+
+use gguf::{Array, Gguf, Header, Metadata, TensorDecl, TensorInfo, TensorType, Value, Writer};
 use quant::Type;
 
 mod common;
+use common::Folder;
 
 #[test]
 fn every_value_and_tensor_of_a_foreign_file() {
@@ -43,11 +47,10 @@ fn every_value_and_tensor_of_a_foreign_file() {
     let f32s: Vec<u8> = (0..6).flat_map(|i| (i as f32 - 2.5).to_le_bytes()).collect();
     let f16s = [0, 0, 0, 0x3c, 0, 0x40, 0, 0x42, 0, 0x44];
     let q8: Vec<u8> = (0..4 * 34).map(|i| i as u8).collect();
-    let tensors: [(&str, &[u64], TensorType, &[u8]); 4] = [
+    let tensors: [(&str, &[u64], TensorType, &[u8]); 3] = [
         ("f32", &[3, 2], TensorType::Known(Type::F32), &f32s),
         ("f16", &[5], TensorType::Known(Type::F16), &f16s),
         ("q8_0", &[32, 2, 2], TensorType::Known(Type::Q8_0), &q8),
-        ("tq2_0", &[256, 1], TensorType::Unknown(35), &[]),
     ];
     assert_eq!(model.tensors().len(), tensors.len());
     for (info, (name, dims, ty, bytes)) in model.tensors().iter().zip(tensors) {
@@ -55,8 +58,38 @@ fn every_value_and_tensor_of_a_foreign_file() {
         assert_eq!(model.bytes(info), bytes, "{name}");
         assert_eq!(info.offset % 64, 0);
     }
+}
+
+#[test]
+fn a_type_we_do_not_know() {
+    let model = Gguf::open(&common::folder("fixtures/unknown.gguf")).unwrap();
     let unknown = model.tensor("tq2_0").unwrap();
+    assert_eq!((unknown.ty, &unknown.dims[..]), (TensorType::Unknown(35), &[256, 1][..]));
     assert_eq!(model.shards()[0].bytes()[unknown.offset as usize..][..3], [0, 1, 2]);
+    assert_eq!(model.bytes(model.tensor("f32").unwrap()), 1f32.to_le_bytes());
+}
+
+#[test]
+fn our_writer_writes_the_bytes_of_the_foreign_one() {
+    let folder = Folder::new("same-bytes");
+    for name in ["values.gguf", "split-00001-of-00003.gguf", "split-00002-of-00003.gguf"] {
+        let foreign = fs::read(common::folder("fixtures").join(name)).unwrap();
+        // The header alone, since a shard by itself is no model.
+        let header = Header::parse(&foreign, Path::new(name)).unwrap();
+        let known = |tensor: &TensorInfo| TensorDecl {
+            name: tensor.name.clone(),
+            dims: tensor.dims.clone(),
+            ty: tensor.ty.known().unwrap(),
+        };
+        let tensors: Vec<_> = header.tensors.iter().map(known).collect();
+        let path = folder.join("ours.gguf");
+        let mut writer = Writer::create(&path, &header.metadata, &tensors).unwrap();
+        for tensor in &header.tensors {
+            writer.write(&foreign[tensor.offset as usize..][..tensor.len as usize]).unwrap();
+        }
+        writer.finish().unwrap();
+        assert!(fs::read(&path).unwrap() == foreign, "{name}");
+    }
 }
 
 #[test]

