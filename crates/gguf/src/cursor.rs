@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::error::ErrorKind;
+use crate::error::{ErrorKind, label};
 
 /// What is being read, for the error message; formatted only when there is one.
 #[derive(Clone, Copy)]
@@ -26,10 +26,10 @@ impl fmt::Display for What<'_> {
         match self {
             What::Head(field) => write!(f, "the {field}"),
             What::Key(index) => write!(f, "the key of metadata entry {index}"),
-            What::Value(key) => write!(f, "metadata key `{key}`"),
-            What::Element(key, index) => write!(f, "element {index} of metadata key `{key}`"),
+            What::Value(key) => write!(f, "metadata key `{}`", label(key)),
+            What::Element(key, index) => write!(f, "element {index} of metadata key `{}`", label(key)),
             What::Name(index) => write!(f, "the name of tensor {index}"),
-            What::Tensor(name, field) => write!(f, "the {field} of tensor `{name}`"),
+            What::Tensor(name, field) => write!(f, "the {field} of tensor `{}`", label(name)),
         }
     }
 }

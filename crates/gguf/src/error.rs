@@ -29,6 +29,9 @@ impl Error {
 }
 
 /// What is wrong with a file. Offsets and lengths are in bytes, offsets from the start of the file.
+///
+/// Names from the file are shortened to a hundred characters, control characters in them escaped, so
+/// that a hostile file cannot flood or steer a terminal.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs)] // the messages explain the fields
@@ -174,6 +177,22 @@ pub enum ErrorKind {
     /// A tensor name longer than readers accept (writer only).
     #[error("tensor name `{tensor}` is longer than {limit} bytes, the most that readers of GGUF accept")]
     LongTensorName { tensor: String, limit: usize },
+}
+
+/// A name from a file as messages show it: shortened and without control characters.
+pub(crate) fn label(name: &str) -> String {
+    const LONGEST: usize = 100;
+    let mut label = String::new();
+    for c in name.chars().take(LONGEST) {
+        match c.is_control() {
+            true => label.extend(c.escape_default()),
+            false => label.push(c),
+        }
+    }
+    if name.chars().nth(LONGEST).is_some() {
+        label.push('…');
+    }
+    label
 }
 
 fn version_hint(version: u32) -> &'static str {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, label};
 use crate::header::Header;
 use crate::metadata::Metadata;
 use crate::split;
@@ -138,7 +138,7 @@ impl Gguf {
                     Entry::Occupied(entry) => {
                         let first: &TensorInfo = &tensors[*entry.get()];
                         let first = Some(shards[first.shard].path.clone());
-                        let kind = ErrorKind::DuplicateTensor { tensor: tensor.name, first };
+                        let kind = ErrorKind::DuplicateTensor { tensor: label(&tensor.name), first };
                         return Err(Error::new(part.shard.path(), kind));
                     }
                 };

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use crate::cursor::{Cursor, What};
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, label};
 use crate::metadata::Metadata;
 use crate::tensor::{TensorInfo, TensorType, byte_len};
 use crate::value::{Array, Strings, Value};
@@ -63,7 +63,7 @@ fn parse(file: &[u8], path: &Path) -> Result<Header, ErrorKind> {
             return Err(ErrorKind::EmptyKey { index });
         }
         if metadata.contains(key) {
-            return Err(ErrorKind::DuplicateKey { key: key.to_owned() });
+            return Err(ErrorKind::DuplicateKey { key: label(key) });
         }
         let value = read_value(&mut cursor, key)?;
         metadata.set(key, value);
@@ -79,7 +79,7 @@ fn parse(file: &[u8], path: &Path) -> Result<Header, ErrorKind> {
             return Err(ErrorKind::EmptyTensorName { index });
         }
         if !names.insert(name) {
-            return Err(ErrorKind::DuplicateTensor { tensor: name.to_owned(), first: None });
+            return Err(ErrorKind::DuplicateTensor { tensor: label(name), first: None });
         }
         tensors.push(read_tensor(&mut cursor, name)?);
     }
@@ -187,7 +187,7 @@ pub(crate) fn alignment(metadata: &Metadata) -> Result<u32, ErrorKind> {
         None => Ok(ALIGNMENT),
         Some(&Value::U32(v)) if v.is_power_of_two() && (8..=MAX_ALIGNMENT).contains(&v) => Ok(v),
         Some(other) => {
-            let found = format!("{other} ({})", other.type_name());
+            let found = label(&format!("{other} ({})", other.type_name()));
             Err(ErrorKind::Alignment { found, most: MAX_ALIGNMENT })
         }
     }
@@ -197,7 +197,7 @@ pub(crate) fn alignment(metadata: &Metadata) -> Result<u32, ErrorKind> {
 fn read_tensor(cursor: &mut Cursor, name: &str) -> Result<TensorInfo, ErrorKind> {
     let found = cursor.u32(What::Tensor(name, "dimension count"))?;
     if !(1..=4).contains(&found) {
-        return Err(ErrorKind::DimCount { tensor: name.to_owned(), found });
+        return Err(ErrorKind::DimCount { tensor: label(name), found });
     }
     let mut dims = Vec::with_capacity(found as usize);
     for _ in 0..found {
@@ -216,13 +216,13 @@ fn place(tensors: &mut [TensorInfo], end: u64, alignment: u32, file: u64) -> Res
     for tensor in tensors.iter_mut() {
         let (name, offset) = (&tensor.name, tensor.offset);
         if !offset.is_multiple_of(alignment.into()) {
-            return Err(ErrorKind::Misaligned { tensor: name.clone(), offset, alignment });
+            return Err(ErrorKind::Misaligned { tensor: label(name), offset, alignment });
         }
         // In 128 bits nothing wraps.
         let start = u128::from(data) + u128::from(offset);
         let end = start + u128::from(tensor.len);
         if end > file.into() {
-            return Err(ErrorKind::BeyondEnd { tensor: name.clone(), start, end, file });
+            return Err(ErrorKind::BeyondEnd { tensor: label(name), start, end, file });
         }
         tensor.offset += data;
     }
@@ -231,7 +231,7 @@ fn place(tensors: &mut [TensorInfo], end: u64, alignment: u32, file: u64) -> Res
     for pair in order.windows(2) {
         // Tensors of unknown length count as empty.
         if pair[0].offset + pair[0].len > pair[1].offset {
-            return Err(ErrorKind::Overlap { first: pair[0].name.clone(), second: pair[1].name.clone() });
+            return Err(ErrorKind::Overlap { first: label(&pair[0].name), second: label(&pair[1].name) });
         }
     }
     Ok(())

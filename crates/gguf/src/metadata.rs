@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, label};
 use crate::value::{Array, Strings, Value};
 
 /// Metadata of a model, in the order of the file.
@@ -190,12 +190,12 @@ impl Metadata {
     }
 
     fn wrong_type(&self, key: &str, expected: &'static str, found: &Value) -> Error {
-        let kind = ErrorKind::WrongType { key: key.to_owned(), expected, found: found.type_name() };
+        let kind = ErrorKind::WrongType { key: label(key), expected, found: found.type_name() };
         Error::new(&self.origin, kind)
     }
 
     fn out_of_range(&self, key: &str, expected: &'static str, found: impl ToString) -> Error {
-        let kind = ErrorKind::OutOfRange { key: key.to_owned(), expected, found: found.to_string() };
+        let kind = ErrorKind::OutOfRange { key: label(key), expected, found: found.to_string() };
         Error::new(&self.origin, kind)
     }
 }

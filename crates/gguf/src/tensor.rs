@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::error::ErrorKind;
+use crate::error::{ErrorKind, label};
 
 /// The weight type of a tensor as the file gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -65,14 +65,14 @@ impl TensorInfo {
 /// Checks the shape of tensor `name` and returns its length in bytes; 0 for an unknown type.
 pub(crate) fn byte_len(name: &str, dims: &[u64], ty: TensorType) -> Result<u64, ErrorKind> {
     if dims.is_empty() || dims.len() > 4 {
-        return Err(ErrorKind::DimCount { tensor: name.to_owned(), found: dims.len() as u32 });
+        return Err(ErrorKind::DimCount { tensor: label(name), found: dims.len() as u32 });
     }
     if dims.contains(&0) {
-        return Err(ErrorKind::ZeroDim { tensor: name.to_owned(), dims: dims.to_owned() });
+        return Err(ErrorKind::ZeroDim { tensor: label(name), dims: dims.to_owned() });
     }
     // 63 bits, because other readers hold sizes in signed integers.
     let fits = |size: &u64| *size <= i64::MAX as u64;
-    let overflow = || ErrorKind::Overflow { tensor: name.to_owned(), dims: dims.to_owned() };
+    let overflow = || ErrorKind::Overflow { tensor: label(name), dims: dims.to_owned() };
     let elements = dims
         .iter()
         .try_fold(1u64, |product, &dim| product.checked_mul(dim).filter(fits))
@@ -80,7 +80,7 @@ pub(crate) fn byte_len(name: &str, dims: &[u64], ty: TensorType) -> Result<u64, 
     let TensorType::Known(ty) = ty else { return Ok(0) };
     let (row, block) = (dims[0], ty.block_len() as u64);
     if !row.is_multiple_of(block) {
-        return Err(ErrorKind::PartialBlock { tensor: name.to_owned(), ty, row, block });
+        return Err(ErrorKind::PartialBlock { tensor: label(name), ty, row, block });
     }
     (elements / block).checked_mul(ty.block_bytes() as u64).filter(fits).ok_or_else(overflow)
 }

@@ -5,7 +5,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, label};
 use crate::header::{MAX_DEPTH, MAX_HEADER, alignment};
 use crate::metadata::Metadata;
 use crate::tensor::{TensorType, byte_len};
@@ -186,7 +186,7 @@ fn tensor_lengths(tensors: &[TensorDecl]) -> Result<Vec<u64>, ErrorKind> {
             return Err(ErrorKind::EmptyTensorName { index: index as u64 });
         }
         if name.len() > MAX_TENSOR_NAME {
-            return Err(ErrorKind::LongTensorName { tensor: name.clone(), limit: MAX_TENSOR_NAME });
+            return Err(ErrorKind::LongTensorName { tensor: label(name), limit: MAX_TENSOR_NAME });
         }
         if !names.insert(name) {
             return Err(ErrorKind::DuplicateTensor { tensor: name.clone(), first: None });

@@ -380,6 +380,15 @@ fn unknown_type_beyond_the_end() {
 }
 
 #[test]
+fn names_cannot_steer_or_flood_the_terminal() {
+    let steering = Raw::empty().tensor("\u{1b}[2J\n", &[4, 0], 0, 0).data(64).bytes();
+    assert_eq!(refusal("name-escape", &steering), r"tensor `\u{1b}[2J\n` has a zero dimension: 4 × 0");
+    let flooding = Raw::empty().tensor(&"ß".repeat(1 << 20), &[4, 0], 0, 0).data(64).bytes();
+    let error = Gguf::from_bytes(flooding).unwrap_err().to_string();
+    assert_eq!(error, format!("(memory): tensor `{}…` has a zero dimension: 4 × 0", "ß".repeat(100)));
+}
+
+#[test]
 fn tensors_that_overlap() {
     let raw = Raw::empty().tensor("b", &[8], 0, 32).tensor("a", &[16], 0, 0).data(64);
     assert_eq!(refusal("overlap", &raw.bytes()), "tensors `a` and `b` overlap; the file is damaged");
