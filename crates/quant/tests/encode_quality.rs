@@ -4,7 +4,7 @@
 use redlite_quant::{Type, decode, encode};
 
 /// Upper bound of the relative RMS error on normally distributed weights.
-const BOUNDS: [(Type, f64); 9] = [
+const BOUNDS: [(Type, f64); 14] = [
     (Type::BF16, 0.0017),
     (Type::Q8_0, 0.0051),
     (Type::Q6_K, 0.0171),
@@ -13,7 +13,12 @@ const BOUNDS: [(Type, f64); 9] = [
     (Type::IQ4_XS, 0.0747),
     (Type::IQ4_NL, 0.0742),
     (Type::Q3_K, 0.1475),
+    (Type::IQ3_S, 0.1320),
+    (Type::IQ3_XXS, 0.1800),
+    (Type::IQ2_S, 0.2450),
     (Type::Q2_K, 0.2680),
+    (Type::IQ2_XS, 0.2920),
+    (Type::IQ2_XXS, 0.3360),
 ];
 
 /// Sums of twelve uniform numbers, near enough to normal, the same in every run.

@@ -23,6 +23,24 @@ pub(super) struct Fit {
     pub(super) qq: f32,
 }
 
+impl Fit {
+    /// A sub-block of no weights.
+    pub(super) const NOTHING: Self = Self { cost: 0.0, xq: 0.0, qq: 0.0 };
+
+    /// The scale that suits the codes best; `s` where no code is other than zero.
+    pub(super) fn refit(&self, s: f32) -> f32 {
+        if self.qq > 0.0 { self.xq / self.qq } else { s }
+    }
+}
+
+impl std::ops::Add for Fit {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { cost: self.cost + other.cost, xq: self.xq + other.xq, qq: self.qq + other.qq }
+    }
+}
+
 /// What was chosen for a super-block of `S` sub-blocks.
 #[derive(Clone)]
 pub(super) struct Levels<const S: usize> {
@@ -104,8 +122,8 @@ fn levels_at<const S: usize>(
         xq += multiplier * best.xq;
         qq += multiplier * multiplier * best.qq;
     }
-    let refit = if qq > 0.0 { xq / qq } else { d };
-    Levels { stored, d, index, cost, refit }
+    let sums = Fit { cost, xq, qq };
+    Levels { stored, d, index, cost, refit: sums.refit(d) }
 }
 
 /// `N` multipliers `from`, `from + 1`, …

@@ -131,7 +131,7 @@ fn free_scale<const L: usize>(
     }
     for divisor in divisors {
         let first = fit(x, w, largest / divisor, nearest);
-        let s = if first.qq > 0.0 { first.xq / first.qq } else { largest / divisor };
+        let s = first.refit(largest / divisor);
         let next = fit(x, w, s, nearest);
         if next.cost < cost {
             (best, cost) = (s, next.cost);
