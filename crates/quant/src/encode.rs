@@ -9,7 +9,7 @@
 //! - [`symmetric`] encodes what is `scale · code` (Q8_0, Q6_K, Q3_K, IQ4_NL, IQ4_XS);
 //! - [`affine`] encodes what is `scale · code − min` (Q2_K, Q4_K, Q5_K);
 //! - [`envelope`] finds the best row of a codebook at every scale, and [`grid`] encodes what is
-//!   `scale · sign · row` with it (IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S).
+//!   `scale · sign · row` with it (IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S), [`iq1`] what has signed rows (IQ1_M).
 //!
 //! The result depends on the weights and the importance alone, and a block only on its own, so a caller may
 //! cut a tensor at any row and encode the pieces in parallel.
@@ -18,6 +18,7 @@ mod affine;
 mod block;
 mod envelope;
 mod grid;
+mod iq1;
 mod levels;
 mod symmetric;
 
@@ -64,6 +65,7 @@ pub fn encode(ty: Type, weights: &[f32], importance: Option<&[f32]>, out: &mut V
         Type::Q4_K => job.each(out, affine::q4_k),
         Type::Q5_K => job.each(out, affine::q5_k),
         Type::Q6_K => job.each(out, symmetric::q6_k),
+        Type::IQ1_M => job.each(out, iq1::iq1_m),
         Type::IQ2_XXS => job.each(out, grid::iq2_xxs),
         Type::IQ2_XS => job.each(out, grid::iq2_xs),
         Type::IQ2_S => job.each(out, grid::iq2_s),
@@ -90,6 +92,7 @@ fn largest(ty: Type) -> Option<f32> {
         Type::Q4_K | Type::Q5_K => F16 * 63.0,
         Type::Q3_K => F16 * 32.0 * 4.0,
         Type::Q6_K => F16 * 128.0 * 32.0,
+        Type::IQ1_M => F16 * 15.0,
         Type::IQ2_XXS | Type::IQ2_XS | Type::IQ2_S => F16 * 15.5 * 0.25 * 43.0,
         Type::IQ3_XXS => F16 * 15.5 * 0.5 * 62.0,
         Type::IQ3_S => F16 * 31.0 * 15.0,

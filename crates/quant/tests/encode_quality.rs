@@ -4,7 +4,7 @@
 use redlite_quant::{Type, decode, encode};
 
 /// Upper bound of the relative RMS error on normally distributed weights.
-const BOUNDS: [(Type, f64); 14] = [
+const BOUNDS: [(Type, f64); 15] = [
     (Type::BF16, 0.0017),
     (Type::Q8_0, 0.0051),
     (Type::Q6_K, 0.0171),
@@ -19,6 +19,7 @@ const BOUNDS: [(Type, f64); 14] = [
     (Type::Q2_K, 0.2680),
     (Type::IQ2_XS, 0.2920),
     (Type::IQ2_XXS, 0.3360),
+    (Type::IQ1_M, 0.4250),
 ];
 
 /// Sums of twelve uniform numbers, near enough to normal, the same in every run.

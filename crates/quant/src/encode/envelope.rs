@@ -15,7 +15,7 @@ use std::ops::Range;
 use super::levels::Fit;
 
 /// Rows worked on together: enough independent lanes for any vector unit.
-const LANES: usize = 32;
+pub(super) const LANES: usize = 32;
 
 /// One number of each of so many rows.
 type Lanes = [f32; LANES];

@@ -10,7 +10,7 @@ use std::sync::LazyLock;
 
 use super::block::Block;
 use super::envelope::{Book, Envelopes, Line};
-use super::levels::{Fit, Levels, Plan, choose};
+use super::levels::{Fit, Levels, Plan, choose, free_scale};
 use crate::codebook::{IQ2_S_GRID, IQ2_XS_GRID, IQ2_XXS_GRID, IQ3_S_GRID, IQ3_XXS_GRID};
 
 /// What the search has to know of a format.
@@ -193,20 +193,6 @@ fn search<const S: usize, const D: usize>(
     let divisors = TRIES.map(|level| step * level);
     let plan = Plan { multipliers: &format.multipliers, divisors: &divisors, reach: REACH };
     choose(block, &plan, &free, sub_block)
-}
-
-/// The scale that serves a sub-block best: the best of a geometric range, refitted by least squares.
-fn free_scale(range: &Range<f32>, fit: impl Fn(f32) -> Fit) -> f32 {
-    const STEP: f32 = 0.93;
-
-    let better = |a: (f32, Fit), b: (f32, Fit)| if b.1.cost < a.1.cost { b } else { a };
-    let at = |s: f32| (s, fit(s));
-    let steps = std::iter::successors(Some(range.end), |s| Some(s * STEP)).take_while(|&s| s > range.start);
-    let mut best = steps.map(at).fold(at(range.start), better);
-    for _ in 0..2 {
-        best = better(best, at(best.1.refit(best.0)));
-    }
-    best.0
 }
 
 impl<const D: usize> Format<D> {

@@ -5,6 +5,8 @@
 //! the level that costs least *after* its codes are chosen anew; the best is refitted by least squares until
 //! that stops helping.
 
+use std::ops::Range;
+
 use half::f16;
 
 use super::block::Block;
@@ -124,6 +126,20 @@ fn levels_at<const S: usize>(
     }
     let sums = Fit { cost, xq, qq };
     Levels { stored, d, index, cost, refit: sums.refit(d) }
+}
+
+/// The scale that serves a sub-block best: the best of a geometric range, refitted by least squares.
+pub(super) fn free_scale(range: &Range<f32>, fit: impl Fn(f32) -> Fit) -> f32 {
+    const STEP: f32 = 0.93;
+
+    let better = |a: (f32, Fit), b: (f32, Fit)| if b.1.cost < a.1.cost { b } else { a };
+    let at = |s: f32| (s, fit(s));
+    let steps = std::iter::successors(Some(range.end), |s| Some(s * STEP)).take_while(|&s| s > range.start);
+    let mut best = steps.map(at).fold(at(range.start), better);
+    for _ in 0..2 {
+        best = better(best, at(best.1.refit(best.0)));
+    }
+    best.0
 }
 
 /// `N` multipliers `from`, `from + 1`, …
