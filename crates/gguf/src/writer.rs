@@ -120,7 +120,6 @@ impl Writer {
         self.out = None;
         let renamed = stored.and_then(|()| fs::rename(&self.temporary, &self.path));
         renamed.map_err(|error| self.refuse(ErrorKind::Io { action: "finish the file", error }))?;
-        self.temporary = PathBuf::new();
         Ok(())
     }
 
@@ -152,10 +151,8 @@ impl Drop for Writer {
             // What is buffered need not be written: the file goes.
             let _ = out.into_parts();
         }
-        if !self.temporary.as_os_str().is_empty() {
-            // Nothing more can be done about a failure, and nobody is there to hear of it.
-            let _ = fs::remove_file(&self.temporary);
-        }
+        // After `finish` there is nothing of that name. Else nobody is there to hear of a failure.
+        let _ = fs::remove_file(&self.temporary);
     }
 }
 
