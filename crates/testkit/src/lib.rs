@@ -3,9 +3,11 @@
 //! - [`TinyModel`]: a random model of a few thousand weights, written as a GGUF file and opened again;
 //! - [`ingest`]: prompts through any backend, cut into chunks and batched, all logits back;
 //! - [`Waves`]: an expert source that hands out few experts at a time.
+//! - [`conformance`]: what every backend promises, as tests.
 //!
 //! Everything is deterministic, and everything panics where a test would.
 
+pub mod conformance;
 mod random;
 mod run;
 mod tiny;
