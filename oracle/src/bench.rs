@@ -1,6 +1,7 @@
 //! `bench`: tokens per second of prompt ingestion and of generation.
 
 use std::collections::BTreeSet;
+use std::env;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Instant;
@@ -15,7 +16,8 @@ use crate::{Kv, Switch, cpu, default_threads, info, llama};
 ///
 /// Every measurement starts from an empty sequence and follows an unmeasured one of the same
 /// shape. The defaults are llama.cpp's own: f16 KV, repacked weights, flash attention where it
-/// thinks fit. Refuses to run (exit status 3) when the library was not built for this CPU.
+/// thinks fit. Refuses to run (exit status 3) when the library was not built for this CPU, or
+/// OMP_THREAD_LIMIT or OMP_DYNAMIC would leave it fewer threads than asked for.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// GGUF file
@@ -66,10 +68,7 @@ struct Measured {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<(), Error> {
-    let unused = cpu::unused(&llama::system_info());
-    if !unused.is_empty() {
-        return Err(Error::NotNative { missing: unused.join(", ") });
-    }
+    refuse_gifts()?;
     let load = if args.repack.is_on() { Load::Repacked } else { Load::Plain };
     let model = Model::load(&args.model, load)?;
     let mut measured = Vec::new();
@@ -91,6 +90,20 @@ pub fn run(args: &Args) -> Result<(), Error> {
         measured.push(Measured { test: "gen", tokens: args.generate, depth: args.depth, ubatch: 1, samples });
     }
     report(args, &model, &measured).map_err(Error::Stdout)
+}
+
+/// Measurements that would make llama.cpp look slower than it is are not taken.
+fn refuse_gifts() -> Result<(), Error> {
+    let system = llama::system_info();
+    let unused = cpu::unused(&system);
+    if !unused.is_empty() {
+        return Err(Error::NotNative { missing: unused.join(", ") });
+    }
+    let limits = ["OMP_THREAD_LIMIT", "OMP_DYNAMIC"].into_iter().find(|name| env::var_os(name).is_some());
+    match limits.filter(|_| cpu::reports(&system, "OPENMP")) {
+        Some(name) => Err(Error::Environment(name)),
+        None => Ok(()),
+    }
 }
 
 /// llama.cpp's default logical batch; larger physical ones raise it.

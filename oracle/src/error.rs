@@ -52,7 +52,7 @@ pub enum Error {
     Load {
         /// The model file.
         path: PathBuf,
-        /// llama.cpp's own last error message.
+        /// llama.cpp's own error messages.
         detail: String,
     },
     /// llama.cpp could not set up a context (usually memory).
@@ -60,7 +60,7 @@ pub enum Error {
     Context {
         /// Requested context length.
         tokens: usize,
-        /// llama.cpp's own last error message.
+        /// llama.cpp's own error messages.
         detail: String,
     },
     /// llama.cpp failed while evaluating tokens.
@@ -70,7 +70,7 @@ pub enum Error {
         position: usize,
         /// What `llama_decode` returned.
         code: i32,
-        /// llama.cpp's own last error message.
+        /// llama.cpp's own error messages.
         detail: String,
     },
     /// The library was compiled for a lesser CPU than the one it runs on.
@@ -82,6 +82,9 @@ pub enum Error {
         /// Names of the unused instruction sets.
         missing: String,
     },
+    /// An environment variable that takes threads away from OpenMP.
+    #[error("refusing to measure: {0} is set and may leave OpenMP fewer threads than asked for; unset it")]
+    Environment(&'static str),
     /// A file to be quantized cannot be: its header, its shapes or the request.
     #[error("{path}: cannot quantize: {detail}", path = path.display())]
     Quantize {
@@ -97,7 +100,7 @@ impl Error {
     /// kept for wrong usage, which the argument parser reports itself).
     pub fn code(&self) -> u8 {
         match self {
-            Error::NotNative { .. } => 3,
+            Error::NotNative { .. } | Error::Environment(_) => 3,
             _ => 1,
         }
     }

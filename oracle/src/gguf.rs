@@ -41,7 +41,7 @@ pub fn tensors(path: &Path) -> Result<Vec<Tensor>, Error> {
         sys::gguf_init_from_file(name.as_ptr(), params)
     };
     if header.is_null() {
-        return Err(fail(llama::last_error()));
+        return Err(fail(llama::errors()));
     }
     let mut tensors = Vec::new();
     // SAFETY: header and context are valid until freed at the end; tensor pointers are walked only

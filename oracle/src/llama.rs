@@ -4,48 +4,52 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::marker::PhantomData;
 use std::path::Path;
 use std::ptr::{self, NonNull};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 
 use llama_cpp_sys_2 as sys;
 
 use crate::error::Error;
 
-/// What llama.cpp logged: shown at once when verbose, and its last error kept for our own messages.
+/// What llama.cpp logged: shown at once when verbose, and its errors kept for our own messages.
 struct Log {
     verbose: bool,
-    error: String,
+    errors: String,
     continues_error: bool,
 }
 
-static LOG: Mutex<Log> = Mutex::new(Log { verbose: false, error: String::new(), continues_error: false });
+static LOG: Mutex<Log> = Mutex::new(Log { verbose: false, errors: String::new(), continues_error: false });
+
+/// Errors are kept up to this many bytes: the first ones say most.
+const KEPT: usize = 2000;
+
+fn locked() -> MutexGuard<'static, Log> {
+    LOG.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
 
 unsafe extern "C" fn log(level: sys::ggml_log_level, text: *const c_char, _: *mut c_void) {
     // SAFETY: llama.cpp passes a NUL-terminated string that lives through the call.
     let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
-    let mut log = LOG.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut log = locked();
     if log.verbose {
         eprint!("{text}");
     }
-    if level == sys::GGML_LOG_LEVEL_ERROR {
-        log.error = text.into_owned();
-        log.continues_error = true;
-    } else if level == sys::GGML_LOG_LEVEL_CONT && log.continues_error {
-        log.error.push_str(&text);
-    } else {
-        log.continues_error = false;
+    let continuation = level == sys::GGML_LOG_LEVEL_CONT;
+    log.continues_error = level == sys::GGML_LOG_LEVEL_ERROR || (continuation && log.continues_error);
+    if log.continues_error && log.errors.len() < KEPT {
+        log.errors.push_str(&text);
     }
 }
 
-/// The last error llama.cpp logged, on one line.
-pub fn last_error() -> String {
-    let log = LOG.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    let error = log.error.split_whitespace().collect::<Vec<_>>().join(" ");
-    if error.is_empty() { "no message (try --verbose)".to_string() } else { error }
+/// What llama.cpp has logged as errors so far, on one line.
+pub fn errors() -> String {
+    let log = locked();
+    let lines: Vec<&str> = log.errors.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    if lines.is_empty() { "no message (try --verbose)".to_string() } else { lines.join("; ") }
 }
 
 /// Starts the library; its own log goes to standard error when `verbose`, else nowhere.
 pub fn start(verbose: bool) {
-    LOG.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).verbose = verbose;
+    locked().verbose = verbose;
     // SAFETY: `log` has the required signature and is valid for the whole run; called once, before
     // any other use of the library.
     unsafe {
@@ -117,7 +121,7 @@ impl Model {
         };
         match NonNull::new(raw) {
             Some(raw) => Ok(Model { raw }),
-            None => Err(Error::Load { path: path.to_path_buf(), detail: last_error() }),
+            None => Err(Error::Load { path: path.to_path_buf(), detail: errors() }),
         }
     }
 
@@ -239,7 +243,7 @@ impl<'model> Context<'model> {
             params.no_perf = true;
             sys::llama_init_from_model(model.raw.as_ptr(), params)
         };
-        let raw = NonNull::new(raw).ok_or_else(|| failed(last_error()))?;
+        let raw = NonNull::new(raw).ok_or_else(|| failed(errors()))?;
         // SAFETY: the parameters are initialised by the library; the pool is freed after the context.
         let pool = unsafe {
             let mut params = sys::ggml_threadpool_params_default(threads);
@@ -288,7 +292,7 @@ impl<'model> Context<'model> {
             code
         };
         if code != 0 {
-            return Err(Error::Decode { position: self.position, code, detail: last_error() });
+            return Err(Error::Decode { position: self.position, code, detail: errors() });
         }
         self.position += tokens.len();
         Ok(())

@@ -108,6 +108,9 @@ pub fn run(args: &Args) -> Result<(), Error> {
         }
     }
     let partial = Partial::new(&args.destination);
+    // The library would only say "iostream error".
+    fs::File::create(partial.path())
+        .map_err(|source| Error::Write { path: args.destination.clone(), source })?;
     convert(args, &plan, partial.path())?;
     let written = gguf::tensors(partial.path())?;
     verify(&plan, &written).map_err(fail)?;
@@ -168,7 +171,7 @@ fn convert(args: &Args, plan: &[(&Tensor, WeightType)], to: &Path) -> Result<(),
         params.imatrix = if any { importance.as_ptr() } else { ptr::null() };
         sys::llama_model_quantize(from.as_ptr(), to.as_ptr(), &params)
     };
-    if status == 0 { Ok(()) } else { Err(fail(llama::last_error())) }
+    if status == 0 { Ok(()) } else { Err(fail(llama::errors())) }
 }
 
 /// The label of the whole file: the experts' type, else the dense one. The library applies
