@@ -1,2 +1,48 @@
-//! The `redlite` binary.
-fn main() {}
+//! The `redlite` binary: arguments in, libraries called, text out.
+
+mod args;
+mod failure;
+mod forge_files;
+mod info;
+mod interrupt;
+mod logits;
+mod open;
+mod parity;
+mod perplexity;
+mod prompt;
+mod report;
+mod run;
+mod tokenize;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Cli, Command};
+use failure::{Failure, Outcome};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match cli.command {
+        Command::Run(args) => run::run(&args),
+        Command::Info(args) => info::run(&args),
+        Command::Tokenize(args) => tokenize::run(&args),
+        Command::Convert(args) => forge_files::convert(&args),
+        Command::Quantize(args) => forge_files::quantize(&args),
+        Command::Synth(args) => forge_files::synth(&args),
+        Command::Perplexity(args) => perplexity::run(&args),
+        Command::Logits(args) => logits::run(&args),
+        Command::Parity(args) => parity::run(&args),
+    };
+    match result {
+        Ok(Outcome::Success) => ExitCode::SUCCESS,
+        Ok(Outcome::Negative) => ExitCode::from(1),
+        Err(Failure::Interrupted) => ExitCode::from(130),
+        // The reader of our output has gone (`redlite … | head`): nobody is left to tell.
+        Err(Failure::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("redlite: {failure}");
+            ExitCode::from(2)
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! From a path to an engine.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use engine::{Engine, Options};
+use model::{Backend, Limits, MappedExperts, Model, ResidentWeights};
+use text::Tokenizer;
+
+use crate::args::{BackendArgs, BackendName};
+use crate::failure::Failure;
+use crate::report::Bar;
+
+/// A model and its tokenizer.
+pub struct Opened {
+    /// The model.
+    pub model: Arc<Model>,
+    /// Its tokenizer.
+    pub tokenizer: Tokenizer,
+}
+
+/// Opens a model file and its tokenizer, and prints what is odd about the file.
+pub fn model(path: &Path) -> Result<Opened, Failure> {
+    let fail = |source| Failure::Model { path: path.to_path_buf(), source };
+    let model = Model::open(path).map_err(fail)?;
+    for warning in &model.warnings {
+        eprintln!("redlite: warning: {}: {warning}", path.display());
+    }
+    Ok(Opened { tokenizer: tokenizer(path, &model)?, model: Arc::new(model) })
+}
+
+/// The tokenizer of a model file.
+fn tokenizer(path: &Path, model: &Model) -> Result<Tokenizer, Failure> {
+    let fail = |source| Failure::Model { path: path.to_path_buf(), source };
+    let vocabulary = model::vocabulary(model.gguf.metadata()).map_err(fail)?;
+    let tokens = vocabulary.tokens.len();
+    let tokenizer = Tokenizer::new(vocabulary).map_err(|error| fail(error.into()))?;
+    if tokens > model.spec.vocab {
+        return Err(fail(model::Error::BadKey {
+            key: "tokenizer.ggml.tokens".to_string(),
+            found: format!("{tokens} tokens"),
+            expected: format!("at most the {} rows of the token embedding", model.spec.vocab),
+        }));
+    }
+    Ok(tokenizer)
+}
+
+/// An engine and how long its weights took to load.
+pub struct Started {
+    /// The engine.
+    pub engine: Engine,
+    /// Time to load.
+    pub load: Duration,
+    /// Kernels chosen for this machine.
+    pub variant: String,
+}
+
+/// Loads `model` on the backend the arguments name, with room for `context` positions.
+pub fn start(
+    model: &Arc<Model>,
+    args: &BackendArgs,
+    context: usize,
+    quiet: bool,
+) -> Result<Started, Failure> {
+    let began = Instant::now();
+    let trained = model.spec.context;
+    if context > trained {
+        return Err(Failure::Usage(format!(
+            "a context of {context} was asked for, but the model was made for {trained}"
+        )));
+    }
+    // A tail may join the last chunk, hence the slack of a grid cell.
+    let rows = args.chunk.max(model::GRID) + model::GRID;
+    let limits =
+        Limits { pass_rows: rows.min(context.max(model::GRID)), positions: context, kv: args.kv.into() };
+    let backend = backend(model, args.backend, args.threads, limits, quiet)?;
+    let variant = backend.capabilities().variant.clone();
+    let experts = Box::new(MappedExperts::new(model));
+    let options = Options { chunk: args.chunk, context };
+    let engine = Engine::new(model.clone(), backend, experts, options);
+    Ok(Started { engine, load: began.elapsed(), variant })
+}
+
+/// A backend by name.
+pub fn backend(
+    model: &Arc<Model>,
+    name: BackendName,
+    threads: Option<usize>,
+    limits: Limits,
+    quiet: bool,
+) -> Result<Box<dyn Backend>, Failure> {
+    let rounding = match name {
+        BackendName::Cpu => {
+            let weights = load(model, quiet)?;
+            let options = cpu::Options { threads, ..cpu::Options::default() };
+            return Ok(Box::new(cpu::Cpu::new(model.clone(), weights, limits, options)?));
+        }
+        BackendName::Reference => reference::Rounding::None,
+        BackendName::ReferenceLlama => reference::Rounding::LlamaCpp,
+    };
+    let options = reference::Options { rounding, ..reference::Options::default() };
+    Ok(Box::new(reference::Reference::new(model.clone(), limits, options)?))
+}
+
+fn load(model: &Model, quiet: bool) -> Result<ResidentWeights, Failure> {
+    let bar = Bar::bytes("loading", model.dense_bytes(), quiet);
+    let weights = model.load(&mut |done, _| bar.set(done));
+    bar.finish();
+    Ok(weights?)
+}

@@ -1,0 +1,173 @@
+//! `redlite parity`: two backends, or a backend and stored logits, side by side.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use clap::ValueEnum;
+use engine::compare::{Agreement, Difference};
+use engine::parity::{Parity, Side, parity};
+use engine::{Cancel, Engine, LogitRows, Options, Request, npy};
+use model::{Intermediate, Limits, MappedExperts, Stage};
+use serde_json::{Value, json};
+
+use crate::args::{BackendName, ParityArgs};
+use crate::failure::{Failure, Outcome};
+use crate::open::{self, Opened};
+use crate::report;
+use crate::{interrupt, prompt};
+
+/// Runs the command.
+pub fn run(args: &ParityArgs) -> Result<Outcome, Failure> {
+    let cancel = interrupt::on_ctrl_c()?;
+    let opened = open::model(&args.model)?;
+    let mut tokens = prompt::tokens(&args.tokens, &opened.tokenizer)?;
+    tokens.truncate(args.limit);
+    if tokens.is_empty() {
+        return Err(engine::Error::EmptyPrompt.into());
+    }
+    let result = match BackendName::from_str(&args.b, true) {
+        Ok(b) => backends(args, &opened, b, &tokens, &cancel)?,
+        Err(_) if args.b.ends_with(".npy") => dump(args, &opened, &tokens, cancel)?,
+        Err(_) => return Err(Failure::Usage(format!("`{}` is neither a backend nor an .npy file", args.b))),
+    };
+    let passed = result.logits.kl_mean() <= args.max_kl && result.logits.top_share() >= args.min_top1;
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        writeln!(out, "{}", to_json(&result, passed))?;
+    } else {
+        write!(out, "{}", to_text(&result, passed))?;
+    }
+    Ok(if passed { Outcome::Success } else { Outcome::Negative })
+}
+
+fn limits(args: &ParityArgs, positions: usize) -> Limits {
+    Limits { pass_rows: args.chunk + model::GRID, positions, kv: args.kv.into() }
+}
+
+fn backends(
+    args: &ParityArgs,
+    opened: &Opened,
+    b: BackendName,
+    tokens: &[u32],
+    cancel: &Cancel,
+) -> Result<Parity, Failure> {
+    let limits = limits(args, tokens.len());
+    let mut left = open::backend(&opened.model, args.a, args.threads, limits, args.json)?;
+    let mut right = open::backend(&opened.model, b, args.threads, limits, args.json)?;
+    let mut experts = MappedExperts::new(&opened.model);
+    let mut other = experts.clone();
+    let mut a = Side { backend: &mut *left, experts: &mut experts };
+    let mut b = Side { backend: &mut *right, experts: &mut other };
+    Ok(parity(&opened.model.spec, &mut a, &mut b, tokens, args.chunk, cancel)?)
+}
+
+/// Compares the logits of backend `a` with stored ones; the stored ones are the base.
+fn dump(args: &ParityArgs, opened: &Opened, tokens: &[u32], cancel: Cancel) -> Result<Parity, Failure> {
+    let path = Path::new(&args.b);
+    let mut base = npy::Reader::open(path)?;
+    let vocab = opened.model.spec.vocab;
+    if base.cols() != vocab {
+        let cols = base.cols();
+        return Err(Failure::Usage(format!(
+            "{}: {cols} columns, the model has {vocab} tokens",
+            path.display()
+        )));
+    }
+    let rows = base.rows().min(tokens.len());
+    let backend = open::backend(&opened.model, args.a, args.threads, limits(args, rows), args.json)?;
+    let experts = Box::new(MappedExperts::new(&opened.model));
+    let options = Options { chunk: args.chunk, context: rows };
+    let mut engine = Engine::new(opened.model.clone(), backend, experts, options);
+    let mut session = engine.open();
+    let mut logits = Agreement::default();
+    let mut stored = vec![0.0; vocab];
+    let mut failure = Ok(());
+    let mut compare = |_: usize, row: &[f32]| {
+        if failure.is_ok() {
+            failure = base.row(&mut stored);
+            logits.add(&stored, row);
+        }
+    };
+    let mut request = Request {
+        logits: LogitRows::Range(0..rows),
+        on_logits: Some(&mut compare),
+        cancel,
+        ..Request::default()
+    };
+    engine.ingest(&mut session, &tokens[..rows], &mut request)?;
+    failure?;
+    Ok(Parity { logits, ..Parity::default() })
+}
+
+/// The layers of one intermediate, merged, and the worst of them.
+struct Row {
+    merged: Difference,
+    worst_layer: usize,
+    worst: f64,
+}
+
+fn rows(result: &Parity) -> BTreeMap<(Stage, Intermediate), Row> {
+    let mut rows: BTreeMap<(Stage, Intermediate), Row> = BTreeMap::new();
+    for (&(stage, layer, what), difference) in &result.stages {
+        let start = Row { merged: Difference::default(), worst_layer: layer, worst: -1.0 };
+        let row = rows.entry((stage, what)).or_insert(start);
+        row.merged.max_error = row.merged.max_error.max(difference.max_error);
+        row.merged.error_squares += difference.error_squares;
+        row.merged.squares += difference.squares;
+        if difference.relative_rms() > row.worst {
+            (row.worst, row.worst_layer) = (difference.relative_rms(), layer);
+        }
+    }
+    rows
+}
+
+fn to_text(result: &Parity, passed: bool) -> String {
+    let mut out = String::new();
+    let rows: Vec<Vec<String>> = rows(result)
+        .into_iter()
+        .map(|((_, what), row)| {
+            vec![
+                what.name().to_string(),
+                format!("{:.2e}", row.merged.max_error),
+                format!("{:.2e}", row.merged.relative_rms()),
+                format!("{:.2e}", row.worst),
+                row.worst_layer.to_string(),
+            ]
+        })
+        .collect();
+    if !rows.is_empty() {
+        out += &report::table(&["stage", "max error", "rel. RMS", "worst layer's", "layer"], &rows);
+        let (differ, compared) = result.routes;
+        out += &format!("\nexperts     {differ} of {compared} (row, layer) pairs chose others\n");
+    }
+    let l = &result.logits;
+    out += &format!("positions   {}\n", l.positions);
+    out += &format!("mean KL     {:.3e} nats (largest {:.3e})\n", l.kl_mean(), l.kl_max);
+    out += &format!("same top-1  {:.3} %\n", 100.0 * l.top_share());
+    out += &format!("max error   {:.3e} (logits)\n", l.max_error);
+    out + if passed { "passed\n" } else { "FAILED\n" }
+}
+
+fn to_json(result: &Parity, passed: bool) -> Value {
+    let stages: Vec<Value> = (result.stages.iter())
+        .map(|(&(_, layer, what), d)| {
+            json!({
+                "name": what.name(), "layer": layer,
+                "max_error": d.max_error, "relative_rms": d.relative_rms(),
+            })
+        })
+        .collect();
+    let l = &result.logits;
+    json!({
+        "passed": passed,
+        "positions": l.positions,
+        "kl_mean": l.kl_mean(),
+        "kl_max": l.kl_max,
+        "top1": l.top_share(),
+        "logits_max_error": l.max_error,
+        "routes_differ": result.routes.0,
+        "routes_compared": result.routes.1,
+        "stages": stages,
+    })
+}

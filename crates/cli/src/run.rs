@@ -1,0 +1,251 @@
+//! `redlite run`: read a prompt, write the answer.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use engine::{Cancel, Engine, Finish, Generation, GenerationOptions, Request, Session};
+use model::{Backend, Observer, PassId, Stage, Step};
+use serde_json::json;
+use text::Tokenizer;
+
+use crate::args::RunArgs;
+use crate::failure::{Failure, Outcome};
+use crate::open::{self, Started};
+use crate::report::{self, Bar};
+use crate::{interrupt, prompt};
+
+/// Runs the command.
+pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
+    let options = GenerationOptions {
+        sampling: (&args.sampling).into(),
+        max_tokens: args.max_tokens,
+        stop: args.stop.clone(),
+        ignore_eos: args.ignore_eos,
+    };
+    options.sampling.check()?;
+    let cancel = interrupt::on_ctrl_c()?;
+    let opened = open::model(&args.model)?;
+    let tokens = prompt::prompt(args, &opened)?;
+    if tokens.is_empty() {
+        return Err(engine::Error::EmptyPrompt.into());
+    }
+    let context = args.backend.context.unwrap_or_else(|| {
+        // What is needed, as far as the model reaches: an answer may end at the context's end.
+        (tokens.len() + args.max_tokens).min(opened.model.spec.context).max(tokens.len())
+    });
+    if tokens.len() > context {
+        return Err(engine::Error::ContextOverflow { needed: tokens.len(), context }.into());
+    }
+    let quiet = args.quiet || args.json;
+    let started = open::start(&opened.model, &args.backend, context, quiet)?;
+    let mut answer = Answer { profile: Profile::default(), prompt: tokens.len(), ..Answer::new(started) };
+    answer.read(&tokens, &cancel, args, quiet)?;
+    answer.write(&opened.tokenizer, &options, &cancel, args)?;
+    answer.report(args)?;
+    if answer.interrupted { Err(Failure::Interrupted) } else { Ok(Outcome::Success) }
+}
+
+/// Where the time of a run went, stage by stage.
+#[derive(Debug, Default)]
+struct Profile {
+    stages: BTreeMap<Stage, Duration>,
+}
+
+impl Observer for Profile {
+    fn after(
+        &mut self,
+        step: &Step,
+        elapsed: Duration,
+        _: &mut dyn Backend,
+        _: PassId,
+    ) -> Result<(), model::Error> {
+        *self.stages.entry(step.stage).or_default() += elapsed;
+        Ok(())
+    }
+}
+
+/// A run in the making.
+struct Answer {
+    engine: Engine,
+    session: Session,
+    load: Duration,
+    variant: String,
+    profile: Profile,
+    prompt: usize,
+    reading: Duration,
+    logits: Vec<f32>,
+    text: String,
+    tokens: Vec<u32>,
+    writing: Duration,
+    finish: Option<Finish>,
+    interrupted: bool,
+}
+
+impl Answer {
+    fn new(started: Started) -> Answer {
+        let Started { mut engine, load, variant } = started;
+        Answer {
+            session: engine.open(),
+            engine,
+            load,
+            variant,
+            profile: Profile::default(),
+            prompt: 0,
+            reading: Duration::ZERO,
+            logits: Vec::new(),
+            text: String::new(),
+            tokens: Vec::new(),
+            writing: Duration::ZERO,
+            finish: None,
+            interrupted: false,
+        }
+    }
+
+    fn read(&mut self, tokens: &[u32], cancel: &Cancel, args: &RunArgs, quiet: bool) -> Result<(), Failure> {
+        let bar = Bar::tokens("reading", tokens.len(), quiet);
+        let mut progress = |done: f64, _| bar.set(done as u64);
+        let began = Instant::now();
+        let mut request =
+            Request { on_progress: Some(&mut progress), cancel: cancel.clone(), ..Request::default() };
+        if args.stats {
+            request.observer = Some(&mut self.profile);
+        }
+        let result = self.engine.ingest(&mut self.session, tokens, &mut request);
+        self.reading = began.elapsed();
+        bar.finish();
+        self.logits = result?.logits;
+        Ok(())
+    }
+
+    fn write(
+        &mut self,
+        tokenizer: &Tokenizer,
+        options: &GenerationOptions,
+        cancel: &Cancel,
+        args: &RunArgs,
+    ) -> Result<(), Failure> {
+        let logits = std::mem::take(&mut self.logits);
+        let mut generation = Generation::new(tokenizer, logits, options)?;
+        let began = Instant::now();
+        loop {
+            let token = match generation.next(&mut self.engine, &mut self.session, tokenizer, cancel) {
+                Ok(Some(token)) => token,
+                Ok(None) => break,
+                Err(engine::Error::Cancelled { .. }) => {
+                    self.interrupted = true;
+                    self.show(&generation.rest(), args)?;
+                    break;
+                }
+                Err(error) => return Err(error.into()),
+            };
+            self.tokens.push(token.id);
+            self.finish = token.finish;
+            self.show(&token.text, args)?;
+        }
+        self.writing = began.elapsed();
+        if !args.json {
+            println_flush()?;
+        }
+        Ok(())
+    }
+
+    fn show(&mut self, text: &str, args: &RunArgs) -> Result<(), Failure> {
+        self.text += text;
+        if !args.json && !text.is_empty() {
+            let mut out = std::io::stdout().lock();
+            out.write_all(text.as_bytes())?;
+            out.flush()?;
+        }
+        Ok(())
+    }
+
+    fn report(&mut self, args: &RunArgs) -> Result<(), Failure> {
+        if args.json {
+            let mut out = std::io::stdout().lock();
+            return Ok(writeln!(out, "{}", self.json(args))?);
+        }
+        if args.stats {
+            eprint!("\n{}", self.stage_table());
+        }
+        if !args.quiet {
+            eprintln!("\n{}", self.summary());
+        }
+        Ok(())
+    }
+
+    fn finish_name(&self) -> &'static str {
+        match self.finish {
+            _ if self.interrupted => "interrupted",
+            Some(Finish::Stop | Finish::StopText(_)) => "stop",
+            Some(Finish::Context) => "context",
+            Some(Finish::Length) | None => "length",
+        }
+    }
+
+    fn summary(&self) -> String {
+        let memory =
+            report::peak_memory().map_or(String::new(), |bytes| format!("; peak {}", report::size(bytes)));
+        format!(
+            "read {} tokens at {:.1} tok/s, wrote {} at {:.1} tok/s ({}); loaded in {:.2} s{memory} [{}]",
+            self.prompt,
+            report::rate(self.prompt, self.reading),
+            self.tokens.len(),
+            report::rate(self.tokens.len(), self.writing),
+            self.finish_name(),
+            self.load.as_secs_f64(),
+            self.variant,
+        )
+    }
+
+    /// Time of ingestion by stage, the largest share visible at a glance.
+    fn stage_table(&self) -> String {
+        let total: Duration = self.profile.stages.values().sum();
+        let mut rows: Vec<Vec<String>> = (self.profile.stages.iter())
+            .map(|(stage, time)| stage_row(stage.name(), *time, total, self.prompt))
+            .collect();
+        rows.push(stage_row("total", total, total, self.prompt));
+        report::table(&["stage", "ms", "share", "µs/token"], &rows)
+    }
+
+    fn json(&self, args: &RunArgs) -> serde_json::Value {
+        let seconds = |time: Duration| time.as_secs_f64();
+        let stages: serde_json::Map<String, serde_json::Value> = (self.profile.stages.iter())
+            .map(|(stage, time)| (stage.name().to_string(), json!(seconds(*time))))
+            .collect();
+        let mut value = json!({
+            "text": self.text,
+            "tokens": self.tokens,
+            "finish": self.finish_name(),
+            "prompt_tokens": self.prompt,
+            "prompt_seconds": seconds(self.reading),
+            "prompt_tokens_per_second": report::rate(self.prompt, self.reading),
+            "generated_tokens": self.tokens.len(),
+            "generated_seconds": seconds(self.writing),
+            "generated_tokens_per_second": report::rate(self.tokens.len(), self.writing),
+            "load_seconds": seconds(self.load),
+            "peak_memory_bytes": report::peak_memory(),
+            "kernels": self.variant,
+        });
+        if args.stats {
+            value["stage_seconds"] = stages.into();
+        }
+        value
+    }
+}
+
+fn stage_row(name: &str, time: Duration, total: Duration, tokens: usize) -> Vec<String> {
+    let seconds = time.as_secs_f64();
+    vec![
+        name.to_string(),
+        format!("{:.1}", seconds * 1e3),
+        format!("{:.1} %", 100.0 * seconds / total.as_secs_f64().max(1e-9)),
+        format!("{:.1}", seconds * 1e6 / tokens as f64),
+    ]
+}
+
+fn println_flush() -> std::io::Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(b"\n")?;
+    out.flush()
+}
