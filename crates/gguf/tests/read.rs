@@ -94,9 +94,10 @@ fn a_vocabulary_of_250000_parses_in_a_blink() {
         .entry("tokenizer.ggml.token_type", id::ARRAY, &types)
         .entry("tokenizer.ggml.merges", id::ARRAY, &strings(&merges))
         .bytes();
-    // On a busy machine one parse may wait for its turn; hopeless slowness stays slow.
-    let best = (0..20).map(|_| parse_seconds(&bytes)).find(|&seconds| seconds < 0.1);
-    assert!(best.is_some(), "never under 100 ms");
+    // 20 ms on an idle core. On a busy machine one parse may wait long for its turn, so the bound is lax;
+    // work that grows with the square of the count takes minutes.
+    let fast = (0..20).any(|_| parse_seconds(&bytes) < 0.5);
+    assert!(fast, "never under half a second");
 }
 
 fn parse_seconds(bytes: &[u8]) -> f64 {
