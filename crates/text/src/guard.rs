@@ -117,7 +117,8 @@ impl Guard {
                 out.push(NOT_LEFT);
                 token_end = None;
             }
-            let token = (outside && token_end.is_none()).then(|| self.user_defined.longest_at(value, at)).flatten();
+            let token =
+                (outside && token_end.is_none()).then(|| self.user_defined.longest_at(value, at)).flatten();
             match token {
                 Some(token) if token.text.starts_with("</") => out.push(NOT_RIGHT),
                 Some(token) => token_end = Some(at + token.text.len()),
@@ -208,6 +209,12 @@ impl Segments {
     }
 }
 
+/// The user's own character that follows an [`ESCAPE`] as `c`.
+pub(crate) fn unescape(c: char) -> char {
+    let mark = MARKS.get((c as u32).wrapping_sub(ESCAPED as u32) as usize);
+    mark.copied().unwrap_or(c)
+}
+
 /// Takes the marks out and puts the user's own ones back.
 pub(crate) fn unmark(marked: &str) -> String {
     let mut out = String::with_capacity(marked.len());
@@ -215,10 +222,7 @@ pub(crate) fn unmark(marked: &str) -> String {
     while let Some(c) = chars.next() {
         match c {
             BREAK | NOT_LEFT | NOT_RIGHT => {}
-            ESCAPE => {
-                let escaped = |c: char| MARKS.get((c as u32).wrapping_sub(ESCAPED as u32) as usize).copied();
-                out.extend(chars.next().map(|c| escaped(c).unwrap_or(c)));
-            }
+            ESCAPE => out.extend(chars.next().map(unescape)),
             c => out.push(c),
         }
     }
@@ -230,7 +234,7 @@ pub(crate) fn has_mark(text: &str) -> bool {
     text.contains(MARKS)
 }
 
-/// What a character of a marked string is for `tojson` with `ensure_ascii`.
+/// Whether a character of a marked string is a mark, not text.
 pub(crate) fn is_mark(c: char) -> bool {
-    MARKS.contains(&c) || ('\u{FDD4}'..='\u{FDD7}').contains(&c)
+    matches!(c, BREAK | NOT_LEFT | NOT_RIGHT)
 }

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
-use crate::guard::is_mark;
+use crate::guard::{ESCAPE, is_mark, unescape};
 
 /// Nesting beyond which a value is refused.
 const DEPTH: usize = 128;
@@ -163,7 +163,14 @@ impl Writer {
 
     fn string(&mut self, text: &str) {
         self.out.push('"');
-        for c in text.chars() {
+        let mut chars = text.chars();
+        while let Some(mut c) = chars.next() {
+            if self.ensure_ascii && c == ESCAPE {
+                c = chars.next().map_or(c, unescape);
+            } else if is_mark(c) {
+                self.out.push(c);
+                continue;
+            }
             match c {
                 '"' => self.out.push_str("\\\""),
                 '\\' => self.out.push_str("\\\\"),
@@ -172,8 +179,7 @@ impl Writer {
                 '\t' => self.out.push_str("\\t"),
                 '\u{8}' => self.out.push_str("\\b"),
                 '\u{c}' => self.out.push_str("\\f"),
-                // Marks are no part of the text; they pass through as they are.
-                c if c < ' ' || (self.ensure_ascii && c > '~' && !is_mark(c)) => {
+                c if c < ' ' || (self.ensure_ascii && c > '~') => {
                     for unit in c.encode_utf16(&mut [0; 2]) {
                         write!(self.out, "\\u{unit:04x}").expect("writing to a string succeeds");
                     }

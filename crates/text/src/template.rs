@@ -3,7 +3,8 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{AutoEscape, Environment, ErrorKind, Value};
+use minijinja::value::ValueKind;
+use minijinja::{AutoEscape, Environment, ErrorKind, Value, escape_formatter};
 use serde_json::Value as Json;
 
 use crate::guard::{Guard, Origin, Segment, has_mark};
@@ -158,7 +159,7 @@ impl ChatTemplate {
         let now = self.now;
         environment.add_function("strftime_now", move |format: &str| strftime_now(now, format));
         let template = environment.get_template(NAME).map_err(|error| describe(&error))?;
-        let context: Value = context.into_iter().collect();
+        let context = Value::from_pairs(context);
         let marked = template.render(context).map_err(|error| describe(&error))?;
         Ok(Rendered { segments: self.guard.resolve(&marked) })
     }
@@ -172,8 +173,39 @@ fn environment() -> Environment<'static> {
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.add_filter("tojson", json::tojson);
+    environment.add_filter("string", string);
+    environment.add_test("iterable", is_iterable);
+    environment.add_test("sequence", is_sequence);
+    environment.set_formatter(|out, state, value| match float(value) {
+        Some(text) => out.write_str(&text).map_err(|_| ErrorKind::WriteFailure.into()),
+        None => escape_formatter(out, state, value),
+    });
     environment.add_function("raise_exception", raise_exception);
     environment
+}
+
+/// A float as Python prints it; `None` for other values, which the engine prints so itself.
+fn float(value: &Value) -> Option<String> {
+    let is_float = value.kind() == ValueKind::Number && !value.is_integer();
+    is_float.then(|| f64::try_from(value.clone()).ok().map(json::python_float))?
+}
+
+fn string(value: &Value) -> Value {
+    match (value.as_str(), float(value)) {
+        (Some(_), _) => value.clone(),
+        (None, Some(text)) => Value::from(text),
+        (None, None) => Value::from(value.to_string()),
+    }
+}
+
+/// As in Python, where `none` is not iterable (templates test `tools` so) but an undefined value is.
+fn is_iterable(value: &Value) -> bool {
+    !matches!(value.kind(), ValueKind::None | ValueKind::Bool | ValueKind::Number)
+}
+
+/// As in Jinja2, where everything with a length and items is a sequence: strings, mappings, undefined values.
+fn is_sequence(value: &Value) -> bool {
+    is_iterable(value) && value.kind() != ValueKind::Iterable
 }
 
 /// Marks an error as raised by the template itself.
@@ -247,7 +279,7 @@ impl Marker<'_> {
                 for (key, value) in map {
                     pairs.push((self.string(key, Origin::Outside), self.value(value, origin, depth)?));
                 }
-                pairs.into_iter().collect()
+                Value::from_pairs(pairs)
             }
         })
     }
@@ -273,6 +305,6 @@ impl Marker<'_> {
             let origin = if assistant && spoken { Origin::Assistant } else { Origin::Outside };
             pairs.push((self.string(key, Origin::Outside), self.value(value, origin, DEPTH)?));
         }
-        Some(pairs.into_iter().collect())
+        Some(Value::from_pairs(pairs))
     }
 }
