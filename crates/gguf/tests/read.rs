@@ -94,7 +94,7 @@ fn a_vocabulary_of_250000_parses_in_a_blink() {
         .entry("tokenizer.ggml.token_type", id::ARRAY, &types)
         .entry("tokenizer.ggml.merges", id::ARRAY, &strings(&merges))
         .bytes();
-    // 20 ms on an idle core. On a busy machine one parse may wait long for its turn, so the bound is lax;
+    // It takes some 40 ms. On a busy machine one parse may wait long for its turn, so the bound is lax;
     // work that grows with the square of the count takes minutes.
     let fast = (0..20).any(|_| parse_seconds(&bytes) < 0.5);
     assert!(fast, "never under half a second");
