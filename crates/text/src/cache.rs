@@ -2,22 +2,21 @@
 
 use crate::bpe::fold;
 
-/// Slots, a power of two; with 64 bytes each the cache takes 1 MiB.
-const SLOTS: usize = 1 << 14;
-/// Longest piece kept.
-const KEY: usize = 30;
+/// Slots, a power of two; with 64 bytes each the cache takes 2 MiB.
+const SLOTS: usize = 1 << 15;
+/// Longest piece kept: four words, less one byte for the length.
+const KEY: usize = 31;
 /// Most tokens kept for one piece.
-const TOKENS: usize = 8;
+const TOKENS: usize = 7;
 
 /// One piece, in one cache line.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Slot {
+    /// Bytes of the piece, then zeros, then its length in the last byte; all zeros in an empty slot.
+    key: [u64; 4],
     tokens: [u32; TOKENS],
-    key: [u8; KEY],
-    /// Bytes of the key; 0 for an empty slot.
-    len: u8,
-    count: u8,
+    count: u32,
 }
 
 /// A direct-mapped cache: a collision overwrites, so it never grows and never has to be cleared.
@@ -25,49 +24,70 @@ pub(crate) struct Cache(Box<[Slot]>);
 
 impl Cache {
     pub(crate) fn new() -> Cache {
-        let empty = Slot { tokens: [0; TOKENS], key: [0; KEY], len: 0, count: 0 };
-        Cache(vec![empty; SLOTS].into_boxed_slice())
+        Cache(vec![Slot { key: [0; 4], tokens: [0; TOKENS], count: 0 }; SLOTS].into_boxed_slice())
     }
 
-    /// Appends the tokens of `piece`, from the cache or else from `encode`.
+    /// Appends the tokens of `text[start..end]`, from the cache or else from `encode`.
     #[inline]
     pub(crate) fn encode(
         &mut self,
-        piece: &[u8],
+        text: &[u8],
+        (start, end): (usize, usize),
         out: &mut Vec<u32>,
         encode: impl FnOnce(&[u8], &mut Vec<u32>),
     ) {
-        if piece.is_empty() || piece.len() > KEY {
-            return encode(piece, out);
+        let len = end - start;
+        if len > KEY {
+            return encode(&text[start..end], out);
         }
-        let slot = &mut self.0[hash(piece) as usize % SLOTS];
-        if slot.key[..usize::from(slot.len)] == *piece {
-            out.extend_from_slice(&slot.tokens[..usize::from(slot.count)]);
+        let key = key(text, start, len);
+        let slot = &mut self.0[hash(&key) as usize % SLOTS];
+        if slot.key == key {
+            match slot.count {
+                1 => out.push(slot.tokens[0]),
+                count => out.extend_from_slice(&slot.tokens[..count as usize]),
+            }
             return;
         }
         let before = out.len();
-        encode(piece, out);
+        encode(&text[start..end], out);
         let made = &out[before..];
         if made.len() <= TOKENS {
-            slot.key[..piece.len()].copy_from_slice(piece);
+            slot.key = key;
             slot.tokens[..made.len()].copy_from_slice(made);
-            (slot.len, slot.count) = (piece.len() as u8, made.len() as u8);
+            slot.count = made.len() as u32;
         }
     }
 }
 
-/// Eight bytes per multiplication; the tail overlaps what came before it.
 #[inline]
-fn hash(piece: &[u8]) -> u64 {
-    const KEY: u64 = 0x9E37_79B9_7F4A_7C15;
-    let word = |bytes: &[u8]| {
-        let mut word = [0; 8];
-        word[..bytes.len()].copy_from_slice(bytes);
-        u64::from_le_bytes(word)
-    };
-    let mut hash = piece.len() as u64;
-    for chunk in piece.chunks(8) {
-        hash = fold(hash ^ word(chunk), KEY);
+fn key(text: &[u8], start: usize, len: usize) -> [u64; 4] {
+    let mut key = [0; 4];
+    for (word, at) in key.iter_mut().zip((0..len).step_by(8)) {
+        *word = load(text, start + at, (len - at).min(8));
     }
+    key[3] |= (len as u64) << 56;
+    key
+}
+
+/// `len` bytes (1 to 8) from `at` as the low bytes of a word.
+#[inline]
+fn load(text: &[u8], at: usize, len: usize) -> u64 {
+    match text.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()) {
+        // Reading past the piece and masking is much faster than copying few bytes.
+        Some(bytes) => u64::from_le_bytes(bytes) & (u64::MAX >> (64 - 8 * len)),
+        None => {
+            let mut bytes = [0; 8];
+            bytes[..len].copy_from_slice(&text[at..at + len]);
+            u64::from_le_bytes(bytes)
+        }
+    }
+}
+
+#[inline]
+fn hash(key: &[u64; 4]) -> u64 {
+    const MIX: [u64; 4] =
+        [0x9E37_79B9_7F4A_7C15, 0xD1B5_4A32_D192_ED03, 0xA24B_AED4_963E_E407, 0x8EBC_6AF0_9C88_C6E3];
+    let hash = fold(key[0] ^ MIX[0], key[1] ^ MIX[1]) ^ fold(key[2] ^ MIX[2], key[3] ^ MIX[3]);
     hash ^ hash >> 32
 }

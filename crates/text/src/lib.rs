@@ -14,6 +14,7 @@ mod error;
 mod guard;
 mod hf;
 mod json;
+mod normalize;
 mod specials;
 mod split;
 mod stop;

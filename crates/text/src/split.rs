@@ -47,6 +47,14 @@ impl Splitter {
     /// The character at `at`, its class for this rule, and where the next one starts.
     #[inline]
     fn at(self, text: &str, at: usize) -> Option<(char, Class, usize)> {
+        match text.as_bytes().get(at) {
+            Some(&byte) if byte < 0x80 => Some((char::from(byte), self.classes.of_ascii(byte), at + 1)),
+            Some(_) => self.beyond_ascii(text, at),
+            None => None,
+        }
+    }
+
+    fn beyond_ascii(self, text: &str, at: usize) -> Option<(char, Class, usize)> {
         let c = text[at..].chars().next()?;
         let class = match self.classes.of(c) {
             Class::Mark if self.marks_join_letters => Class::Letter,

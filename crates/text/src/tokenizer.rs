@@ -1,14 +1,14 @@
 //! Text to ids and back.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Mutex, PoisonError};
 
-use unicode_normalization::{IsNormalized, UnicodeNormalization, is_nfc_quick};
-
 use crate::bpe::{Bpe, Merge};
 use crate::cache::Cache;
 use crate::guard::Segment;
+use crate::normalize::nfc;
 use crate::specials::{Special, Specials};
 use crate::split::Splitter;
 use crate::{Decoder, Error, Rendered, TokenKind, Vocabulary};
@@ -202,26 +202,15 @@ impl Tokenizer {
     }
 
     fn encode_plain(&self, text: &str, cache: &mut Cache, out: &mut Vec<u32>) {
-        let composed: String;
-        let text = if self.nfc && !is_nfc(text) {
-            composed = text.nfc().collect();
-            &composed
-        } else {
-            text
-        };
+        let normalized = if self.nfc { nfc(text) } else { Cow::Borrowed(text) };
+        let text = &*normalized;
         let mut start = 0;
         while start < text.len() {
             let end = self.splitter.piece_end(text, start);
-            cache.encode(&text.as_bytes()[start..end], out, |piece, out| self.bpe.encode(piece, out));
+            cache.encode(text.as_bytes(), (start, end), out, |piece, out| self.bpe.encode(piece, out));
             start = end;
         }
     }
-}
-
-/// Whether NFC would change nothing, for certain. Characters below U+0300 (lead bytes below 0xCC) never compose
-/// with each other, so that Western text costs a scan of its bytes.
-fn is_nfc(text: &str) -> bool {
-    text.bytes().all(|byte| byte < 0xCC) || is_nfc_quick(text.chars()) == IsNormalized::Yes
 }
 
 fn ids(tokens: &[String]) -> Result<HashMap<&str, u32>, Error> {

@@ -43,6 +43,22 @@ static CLASSES: LazyLock<Box<[Class]>> = LazyLock::new(|| {
     classes
 });
 
+/// The classes of ASCII, in two cache lines.
+static ASCII: [Class; 128] = {
+    let mut classes = [Class::Other; 128];
+    let mut byte = 0;
+    while byte < 128 {
+        classes[byte as usize] = match byte {
+            b'a'..=b'z' | b'A'..=b'Z' => Class::Letter,
+            b'0'..=b'9' => Class::Number,
+            b'\t'..=b'\r' | b' ' => Class::Space,
+            _ => Class::Other,
+        };
+        byte += 1;
+    }
+    classes
+};
+
 /// Looks classes up without checking each time that the table is filled.
 #[derive(Clone, Copy)]
 pub(crate) struct Classes(&'static [Class]);
@@ -50,6 +66,12 @@ pub(crate) struct Classes(&'static [Class]);
 impl Classes {
     pub(crate) fn get() -> Classes {
         Classes(&CLASSES)
+    }
+
+    /// The class of an ASCII character; no mark is one.
+    #[inline]
+    pub(crate) fn of_ascii(self, byte: u8) -> Class {
+        ASCII[usize::from(byte & 0x7F)]
     }
 
     #[inline]
@@ -134,6 +156,9 @@ mod tests {
         let classes = Classes::get();
         for c in (0..0x11_0000).filter_map(char::from_u32) {
             assert_eq!(classes.of(c), expected[c as usize], "U+{:04X}", c as u32);
+            if c.is_ascii() {
+                assert_eq!(classes.of_ascii(c as u8), expected[c as usize], "{c:?}");
+            }
         }
     }
 }
