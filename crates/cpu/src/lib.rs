@@ -1,1 +1,147 @@
-//! To be filled.
+//! Backend for processors: threads, vector kernels, weights decoded on use.
+//!
+//! The stages of [`model::Backend`] live in files named after them ([`embed`](mod@embed), `delta`, `attention`,
+//! `moe`, `head`). Below them:
+//!
+//! - `gemm`: products with weights in file form, a panel decoded once for all rows of its group;
+//! - [`kernels`]: vector code, written once, compiled for each [`Variant`], chosen at start;
+//! - `team`, `pool`: threads, and how work is cut between them.
+//!
+//! A row's numbers depend on that row and the weights alone: not on the rows computed with it, the number of
+//! threads, or the cut of a prompt into passes along the 64-position grid.
+
+mod attention;
+mod backend;
+mod delta;
+mod embed;
+mod error;
+mod gemm;
+mod head;
+pub mod kernels;
+mod memory;
+mod moe;
+mod open;
+mod pool;
+mod team;
+mod topology;
+
+use std::sync::Arc;
+
+use model::state::host::HostState;
+use model::{Capabilities, Limits, Mixer, Model, ResidentWeights};
+
+pub use error::Error;
+pub use kernels::Variant;
+
+use kernels::Kernels;
+use memory::Aligned;
+use open::{Buffers, Open};
+use pool::Pool;
+use team::Team;
+
+/// Rows of a mixer block.
+const BLOCK_ROWS: usize = 2048;
+
+/// More threads than this are a mistake of the caller.
+const MOST_THREADS: usize = 1024;
+
+/// What the user may choose.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Threads; the physical cores available to the process if not given.
+    pub threads: Option<usize>,
+    /// Kernels; `REDLITE_CPU_VARIANT` or the best the processor runs if not given.
+    pub variant: Option<Variant>,
+    /// Whether each thread stays on its core.
+    pub pin: bool,
+}
+
+/// The backend.
+pub struct Cpu {
+    model: Arc<Model>,
+    weights: Arc<ResidentWeights>,
+    /// Convolution weights of each DeltaNet layer, transposed: [taps][channels].
+    conv: Vec<Vec<f32>>,
+    capabilities: Capabilities,
+    limits: Limits,
+    state: HostState,
+    team: Team,
+    passes: Vec<Option<Box<Open>>>,
+    /// Buffers of passes that ended.
+    spare: Vec<Buffers>,
+    /// What the first halves of experts make.
+    inner: Aligned,
+}
+
+impl Cpu {
+    /// A backend for `model`, whose dense weights are `weights` (of [`Model::load`]). Experts and embedding
+    /// rows are read from the mapped file.
+    ///
+    /// # Errors
+    /// If kernels are asked for that the processor cannot run, or threads cannot be started.
+    pub fn new(
+        model: Arc<Model>,
+        weights: impl Into<Arc<ResidentWeights>>,
+        limits: Limits,
+        options: Options,
+    ) -> Result<Cpu, Error> {
+        let weights = weights.into();
+        let kernels = Kernels::choose(wanted_variant(&options)?)?;
+        let count = options.threads.unwrap_or_else(topology::physical_cores);
+        if count == 0 || count > MOST_THREADS {
+            return Err(Error::ThreadCount { found: count, most: MOST_THREADS });
+        }
+        let pool = Pool::new(count, options.pin).map_err(|source| Error::Threads { count, source })?;
+        Ok(Cpu {
+            conv: transposed_convolutions(&model, &weights),
+            capabilities: Capabilities {
+                name: "cpu",
+                variant: kernels.variant.name().to_string(),
+                kernel_version: 1,
+                block_rows: BLOCK_ROWS,
+                smallest_chunk: 1,
+            },
+            limits,
+            state: HostState::new(&model.spec, limits.kv, limits.positions),
+            team: Team::new(pool, kernels),
+            passes: Vec::new(),
+            spare: Vec::new(),
+            inner: Aligned::default(),
+            model,
+            weights,
+        })
+    }
+
+    /// Threads it computes with.
+    pub fn threads(&self) -> usize {
+        self.team.threads()
+    }
+}
+
+/// The choice of the caller, else that of the environment.
+fn wanted_variant(options: &Options) -> Result<Option<Variant>, Error> {
+    match (options.variant, std::env::var("REDLITE_CPU_VARIANT")) {
+        (None, Ok(name)) if !name.is_empty() => match Variant::from_name(&name) {
+            Some(variant) => Ok(Some(variant)),
+            None => Err(Error::UnknownVariant { found: name }),
+        },
+        (variant, _) => Ok(variant),
+    }
+}
+
+/// Lanes run along channels, so a tap's weights must lie side by side.
+fn transposed_convolutions(model: &Model, weights: &ResidentWeights) -> Vec<Vec<f32>> {
+    let (taps, channels) = (model.spec.delta.taps, model.spec.delta.channels());
+    let transpose = |conv: &Vec<f32>| {
+        let mut out = vec![0.0; taps * channels];
+        for (channel, row) in conv.chunks_exact(taps).enumerate() {
+            row.iter().enumerate().for_each(|(tap, &w)| out[tap * channels + channel] = w);
+        }
+        out
+    };
+    let deltas = weights.layers.iter().filter_map(|layer| match &layer.mixer {
+        Mixer::Delta(delta) => Some(&delta.conv),
+        Mixer::Attention(_) => None,
+    });
+    deltas.map(transpose).collect()
+}

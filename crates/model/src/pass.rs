@@ -107,7 +107,7 @@ impl Pass {
         assert!(max >= GRID, "a block holds at least one grid cell");
         let mut blocks = Vec::new();
         let mut open = 0..0;
-        for piece in self.runs.iter().flat_map(|run| run_cells(run)) {
+        for piece in self.runs.iter().flat_map(run_cells) {
             if piece.end - open.start > max {
                 blocks.push(open.clone());
                 open = piece.start..piece.start;

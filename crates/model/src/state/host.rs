@@ -118,6 +118,15 @@ impl HostState {
         }
     }
 
+    /// A page to write, for backends that store rows from several threads; [`HostState::head_range`] says
+    /// what lies where.
+    ///
+    /// # Panics
+    /// If the page has no memory; those of an open pass have.
+    pub fn page_mut(&mut self, page: PageId) -> &mut Page {
+        self.pages[page.0 as usize].as_mut().expect("backed")
+    }
+
     /// Stores the key or value of one position, rounded to the KV type.
     pub fn store(
         &mut self,
@@ -196,7 +205,8 @@ impl HostState {
         delta_layer * len..(delta_layer + 1) * len
     }
 
-    fn head_range(&self, attention_layer: usize, side: Side, head: usize) -> std::ops::Range<usize> {
+    /// Where in a page the numbers of one head lie, position-major: [PAGE][head_dim].
+    pub fn head_range(&self, attention_layer: usize, side: Side, head: usize) -> std::ops::Range<usize> {
         let len = PAGE * self.shape.head_dim;
         let index = (attention_layer * 2 + side as usize) * self.shape.kv_heads + head;
         index * len..(index + 1) * len

@@ -1,0 +1,39 @@
+//! Stage `embed`: token ids to hidden rows; norms of rows, the other thing every layer begins with.
+
+use std::ops::Range;
+
+use model::{Model, Result};
+
+use crate::memory::{Out, Rows};
+use crate::open::Open;
+use crate::team::Team;
+
+/// Decodes the embedding rows of the tokens.
+pub(crate) fn embed(team: &mut Team, model: &Model, open: &mut Open, rows: Range<usize>) -> Result<()> {
+    let cols = model.spec.hidden;
+    let out = Out::new(&mut open.buffers.hidden, cols);
+    let tokens = &open.pass.tokens;
+    let failure = std::sync::Mutex::new(None);
+    team.split(rows.len(), |part, _| {
+        for row in part.map(|row| rows.start + row) {
+            // SAFETY: each row belongs to one member.
+            let to = unsafe { out.part(row, 0, cols) };
+            if let Err(error) = model.embed(tokens[row], to) {
+                *failure.lock().expect("nobody panics with it") = Some(error);
+            }
+        }
+    });
+    failure.into_inner().expect("nobody panics with it").map_or(Ok(()), Err)
+}
+
+/// RMS norm of some rows: `out` has a row for each row of `x`.
+pub(crate) fn norm(team: &mut Team, x: Rows, weight: &[f32], eps: f32, out: Out) {
+    let (kernels, cols) = (team.kernels, weight.len());
+    team.split(x.count(), |part, _| {
+        for row in part {
+            // SAFETY: each row belongs to one member.
+            let to = unsafe { out.part(row, 0, cols) };
+            (kernels.rms_norm)(x.row(row, cols), weight, eps, to);
+        }
+    });
+}

@@ -1,0 +1,48 @@
+//! Stage `head`: final norm and output projection, for the rows that want logits or hidden states.
+
+use model::{Matrix, ResidentWeights, Spec};
+
+use crate::embed;
+use crate::gemm::{self, Product, Then};
+use crate::memory::{Out, Rows};
+use crate::open::Open;
+use crate::team::Team;
+
+/// Computes hidden states and logits of the wanted rows.
+pub(crate) fn head(team: &mut Team, spec: &Spec, weights: &ResidentWeights, open: &mut Open) {
+    let (buffers, cols) = (&mut open.buffers, spec.hidden);
+    let wanted = &mut buffers.last_rows;
+    wanted.clear();
+    wanted.extend(open.pass.logits.iter().chain(&open.pass.hidden));
+    wanted.sort_unstable();
+    wanted.dedup();
+    let index: Vec<u32> = wanted.iter().map(|&row| row as u32).collect();
+    buffers.last.resize(index.len() * cols, 0.0);
+    let x = Rows::gather(&buffers.hidden, cols, &index);
+    embed::norm(team, x, &weights.output_norm, spec.rms_eps, Out::new(&mut buffers.last, cols));
+
+    let index: Vec<u32> = open.pass.logits.iter().map(|&row| place(wanted, row) as u32).collect();
+    buffers.logits.resize(index.len() * spec.vocab, 0.0);
+    let out = Out::new(&mut buffers.logits, spec.vocab);
+    let x = Rows::gather(&buffers.last, cols, &index);
+    gemm::dense(team, &[Product { weights: (&weights.output).into(), x, out, then: Then::Store }]);
+}
+
+/// The logits of the wanted rows.
+pub(crate) fn logits(spec: &Spec, open: &Open) -> Matrix {
+    Matrix { rows: open.pass.logits.len(), cols: spec.vocab, data: open.buffers.logits.clone() }
+}
+
+/// The final hidden states of the rows that want them.
+pub(crate) fn hidden(spec: &Spec, open: &Open) -> Matrix {
+    let (buffers, cols) = (&open.buffers, spec.hidden);
+    let data = open.pass.hidden.iter().flat_map(|&row| {
+        let at = place(&buffers.last_rows, row) * cols;
+        buffers.last[at..at + cols].iter().copied()
+    });
+    Matrix { rows: open.pass.hidden.len(), cols, data: data.collect() }
+}
+
+fn place(wanted: &[usize], row: usize) -> usize {
+    wanted.binary_search(&row).expect("a wanted row")
+}

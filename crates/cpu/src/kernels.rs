@@ -1,0 +1,243 @@
+//! Kernels, and the choice among their variants.
+//!
+//! Every kernel is written once, generic over [`simd::Simd`], and compiled once for each variant. A table of
+//! function pointers is chosen when the backend starts; the stages see nothing but the table.
+
+mod decode;
+mod product;
+mod rows;
+mod simd;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use std::fmt;
+
+use half::f16;
+use quant::Type;
+
+use crate::error::Error;
+use product::{Factor, Target};
+
+/// A set of instructions that kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Variant {
+    /// AVX-512 (F, BW, DQ, VL).
+    Avx512,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// What every processor of the target has.
+    Portable,
+}
+
+impl Variant {
+    /// Every variant, the best one first.
+    pub const ALL: [Variant; 3] = [Variant::Avx512, Variant::Avx2, Variant::Portable];
+
+    /// Its name, as users type it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Variant::Avx512 => "avx512",
+            Variant::Avx2 => "avx2",
+            Variant::Portable => "portable",
+        }
+    }
+
+    /// The variant called `name`.
+    pub fn from_name(name: &str) -> Option<Variant> {
+        Variant::ALL.into_iter().find(|variant| variant.name() == name)
+    }
+
+    /// Whether this machine can run it.
+    pub fn is_available(self) -> bool {
+        table(self).is_some()
+    }
+}
+
+impl fmt::Display for Variant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// The kernels of a variant. Shapes and meaning are described where the kernels are written.
+pub(crate) struct Kernels {
+    /// Which.
+    pub(crate) variant: Variant,
+    /// Whole blocks to numbers.
+    pub(crate) decode: fn(Type, &[u8], &mut [f32]),
+    /// Halves to numbers.
+    pub(crate) widen: fn(&[f16], &mut [f32]),
+    /// Products with rows: see [`product::dot_form`].
+    pub(crate) dot_form: DotForm,
+    /// Products with columns: see [`product::sum_form`].
+    pub(crate) sum_form: SumForm,
+    /// Σ a · b.
+    pub(crate) dot: fn(&[f32], &[f32]) -> f32,
+    /// RMS norm: x, weight, eps, out.
+    pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
+    /// RMS norm in place times SiLU(gate): x, weight, eps, gate.
+    pub(crate) gated_norm: fn(&mut [f32], &[f32], f32, &[f32]),
+    /// L2 norm in place: x, eps, factor.
+    pub(crate) l2_norm: fn(&mut [f32], f32, f32),
+    /// gate ← SiLU(gate) · up.
+    pub(crate) swiglu: fn(&mut [f32], &[f32]),
+    /// x ← x · scale · sigmoid(gate).
+    pub(crate) gate: fn(&mut [f32], f32, &[f32]),
+    /// Taps of a convolution and SiLU: rows, weights, out.
+    pub(crate) convolve: Convolve,
+    /// y ← y + a · x.
+    pub(crate) add_scaled: fn(f32, &[f32], &mut [f32]),
+    /// x ← e^x.
+    pub(crate) exp: fn(&mut [f32]),
+    /// A block of an online softmax: scores, scale, largest so far; returns largest, correction, sum.
+    pub(crate) softmax_block: SoftmaxBlock,
+    /// The recurrent delta rule: state, (q, k, v), (decay, beta), d, out.
+    pub(crate) delta_step: DeltaStep,
+}
+
+/// x, w, (n, k), out, whether to add.
+type DotForm = unsafe fn(&[*const f32], Factor, (usize, usize), Target, bool);
+/// (rows, k, n), a, b, out, whether to add.
+type SumForm = unsafe fn((usize, usize, usize), Factor, Factor, Target, bool);
+type Convolve = fn(&[&[f32]], &[&[f32]], &mut [f32]);
+type SoftmaxBlock = fn(&mut [f32], f32, f32) -> (f32, f32, f32);
+type DeltaStep = fn(&mut [f32], (&[f32], &[f32], &[f32]), (f32, f32), &mut [f32], &mut [f32]);
+
+impl Kernels {
+    /// The table of the wanted variant, or the best one this machine runs.
+    pub(crate) fn choose(wanted: Option<Variant>) -> Result<&'static Kernels, Error> {
+        match wanted {
+            Some(variant) => table(variant).ok_or(Error::VariantUnavailable { variant }),
+            None => Ok(Variant::ALL.into_iter().find_map(table).expect("portable kernels always run")),
+        }
+    }
+}
+
+/// A table: every generic kernel, compiled with the given features for the given vectors. A macro, because
+/// features are attributes of functions.
+macro_rules! kernels {
+    ($simd:ty, $variant:expr $(, $features:literal)?) => {{
+        $(#[target_feature(enable = $features)])?
+        fn decode_(ty: Type, bytes: &[u8], out: &mut [f32]) {
+            decode::decode(ty, bytes, out);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn widen(from: &[f16], to: &mut [f32]) {
+            decode::widen(from, to);
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn dot_form(
+            x: &[*const f32], w: Factor, shape: (usize, usize), out: Target, add: bool,
+        ) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { product::dot_form::<$simd>(x, w, shape, out, add) }
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn sum_form(
+            shape: (usize, usize, usize), a: Factor, b: Factor, out: Target, add: bool,
+        ) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { product::sum_form::<$simd>(shape, a, b, out, add) }
+        }
+        $(#[target_feature(enable = $features)])?
+        fn dot(a: &[f32], b: &[f32]) -> f32 {
+            rows::dot::<$simd>(a, b)
+        }
+        $(#[target_feature(enable = $features)])?
+        fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+            rows::rms_norm::<$simd>(x, weight, eps, out);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn gated_norm(x: &mut [f32], weight: &[f32], eps: f32, gate: &[f32]) {
+            rows::gated_norm::<$simd>(x, weight, eps, gate);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn l2_norm(x: &mut [f32], eps: f32, factor: f32) {
+            rows::l2_norm::<$simd>(x, eps, factor);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn swiglu(gate: &mut [f32], up: &[f32]) {
+            rows::swiglu::<$simd>(gate, up);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn gate(x: &mut [f32], scale: f32, gate: &[f32]) {
+            rows::gate::<$simd>(x, scale, gate);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn convolve(rows: &[&[f32]], weights: &[&[f32]], out: &mut [f32]) {
+            rows::convolve::<$simd>(rows, weights, out);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn add_scaled(a: f32, x: &[f32], y: &mut [f32]) {
+            rows::add_scaled::<$simd>(a, x, y);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn exp(x: &mut [f32]) {
+            x.iter_mut().for_each(|x| *x = rows::exp::<$simd>(*x));
+        }
+        $(#[target_feature(enable = $features)])?
+        fn softmax_block(scores: &mut [f32], scale: f32, largest: f32) -> (f32, f32, f32) {
+            rows::softmax_block::<$simd>(scores, scale, largest)
+        }
+        $(#[target_feature(enable = $features)])?
+        fn delta_step(
+            state: &mut [f32], qkv: (&[f32], &[f32], &[f32]), factors: (f32, f32),
+            d: &mut [f32], out: &mut [f32],
+        ) {
+            rows::delta_step::<$simd>(state, qkv, factors, d, out);
+        }
+        // SAFETY (of every call): `table` hands this out only where the features are.
+        #[allow(unused_unsafe, clippy::undocumented_unsafe_blocks)]
+        Kernels {
+            variant: $variant,
+            decode: |ty, bytes, out| unsafe { decode_(ty, bytes, out) },
+            widen: |from, to| unsafe { widen(from, to) },
+            dot_form,
+            sum_form,
+            dot: |a, b| unsafe { dot(a, b) },
+            rms_norm: |x, weight, eps, out| unsafe { rms_norm(x, weight, eps, out) },
+            gated_norm: |x, weight, eps, z| unsafe { gated_norm(x, weight, eps, z) },
+            l2_norm: |x, eps, factor| unsafe { l2_norm(x, eps, factor) },
+            swiglu: |x, up| unsafe { swiglu(x, up) },
+            gate: |x, scale, z| unsafe { gate(x, scale, z) },
+            convolve: |rows, weights, out| unsafe { convolve(rows, weights, out) },
+            add_scaled: |a, x, y| unsafe { add_scaled(a, x, y) },
+            exp: |x| unsafe { exp(x) },
+            softmax_block: |scores, scale, largest| unsafe { softmax_block(scores, scale, largest) },
+            delta_step: |state, qkv, factors, d, out| unsafe { delta_step(state, qkv, factors, d, out) },
+        }
+    }};
+}
+
+static PORTABLE: Kernels = kernels!(simd::Portable, Variant::Portable);
+
+#[cfg(target_arch = "x86_64")]
+static AVX2: Kernels = kernels!(x86::Avx2, Variant::Avx2, "avx2,fma,f16c");
+
+#[cfg(target_arch = "x86_64")]
+static AVX512: Kernels =
+    kernels!(x86::Avx512, Variant::Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+
+/// The table of a variant, if this machine can run it.
+#[cfg(target_arch = "x86_64")]
+fn table(variant: Variant) -> Option<&'static Kernels> {
+    let avx2 = is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c");
+    let avx512 = avx2
+        && is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl");
+    match variant {
+        Variant::Avx512 => avx512.then_some(&AVX512),
+        Variant::Avx2 => avx2.then_some(&AVX2),
+        Variant::Portable => Some(&PORTABLE),
+    }
+}
+
+/// The table of a variant, if this machine can run it.
+#[cfg(not(target_arch = "x86_64"))]
+fn table(variant: Variant) -> Option<&'static Kernels> {
+    (variant == Variant::Portable).then_some(&PORTABLE)
+}

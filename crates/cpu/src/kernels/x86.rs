@@ -1,0 +1,114 @@
+//! The vector units of x86-64.
+//!
+//! Every method is inlined into a function compiled with the features it uses; see [`super::table`].
+
+use std::arch::x86_64::*;
+
+use super::simd::Simd;
+
+/// 16 lanes.
+pub(super) struct Avx512;
+
+impl Simd for Avx512 {
+    type V = __m512;
+    const LANES: usize = 16;
+    const ROWS: usize = 4;
+
+    #[inline(always)]
+    fn splat(x: f32) -> __m512 {
+        // SAFETY: only reached from functions compiled with AVX-512, chosen after detection.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m512 {
+        // SAFETY: features as above; memory by the caller's promise.
+        unsafe { _mm512_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, v: __m512) {
+        // SAFETY: features as above; memory by the caller's promise.
+        unsafe { _mm512_storeu_ps(to, v) }
+    }
+
+    #[inline(always)]
+    fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: only reached from functions compiled with AVX-512, chosen after detection.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    fn fma1(a: f32, b: f32, c: f32) -> f32 {
+        a.mul_add(b, c)
+    }
+
+    #[inline(always)]
+    fn sums([a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+        // SAFETY: only reached from functions compiled with AVX-512, chosen after detection.
+        unsafe {
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            let four = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(ab, cd), _mm512_shuffle_ps::<0xee>(ab, cd));
+            let high =
+                _mm512_castpd_ps(_mm512_castpd256_pd512(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(four))));
+            let two = _mm256_add_ps(_mm512_castps512_ps256(four), _mm512_castps512_ps256(high));
+            let one = _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps::<1>(two));
+            let mut out = [0.0; 4];
+            _mm_storeu_ps(out.as_mut_ptr(), one);
+            out
+        }
+    }
+}
+
+/// 8 lanes.
+pub(super) struct Avx2;
+
+impl Simd for Avx2 {
+    type V = __m256;
+    const LANES: usize = 8;
+    const ROWS: usize = 3;
+
+    #[inline(always)]
+    fn splat(x: f32) -> __m256 {
+        // SAFETY: only reached from functions compiled with AVX2 and FMA, chosen after detection.
+        unsafe { _mm256_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m256 {
+        // SAFETY: features as above; memory by the caller's promise.
+        unsafe { _mm256_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, v: __m256) {
+        // SAFETY: features as above; memory by the caller's promise.
+        unsafe { _mm256_storeu_ps(to, v) }
+    }
+
+    #[inline(always)]
+    fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: only reached from functions compiled with AVX2 and FMA, chosen after detection.
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    fn fma1(a: f32, b: f32, c: f32) -> f32 {
+        a.mul_add(b, c)
+    }
+
+    #[inline(always)]
+    fn sums([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
+        // SAFETY: only reached from functions compiled with AVX2 and FMA, chosen after detection.
+        unsafe {
+            let ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+            let cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+            let two = _mm256_add_ps(_mm256_shuffle_ps::<0x44>(ab, cd), _mm256_shuffle_ps::<0xee>(ab, cd));
+            let one = _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps::<1>(two));
+            let mut out = [0.0; 4];
+            _mm_storeu_ps(out.as_mut_ptr(), one);
+            out
+        }
+    }
+}

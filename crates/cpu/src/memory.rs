@@ -1,0 +1,116 @@
+//! Memory that kernels work in.
+
+use std::ops::{Deref, DerefMut};
+
+/// Numbers on a cache line boundary, so that a vector never straddles two lines.
+#[derive(Debug, Default)]
+pub(crate) struct Aligned {
+    lines: Vec<Line>,
+    len: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+struct Line([f32; 16]);
+
+impl Aligned {
+    /// Makes room for at least `len` numbers. What they are is unspecified. Never shrinks.
+    pub(crate) fn reserve(&mut self, len: usize) {
+        if len > self.len {
+            // A fresh allocation of zeros costs nothing until it is touched; growing would copy.
+            self.lines = vec![Line([0.0; 16]); len.div_ceil(16)];
+            self.len = len;
+        }
+    }
+
+    /// Numbers there is room for.
+    pub(crate) fn capacity(&self) -> usize {
+        self.len
+    }
+}
+
+impl Deref for Aligned {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        // SAFETY: lines are arrays of f32 without padding, and `len` numbers lie in them.
+        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.len) }
+    }
+}
+
+impl DerefMut for Aligned {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        // SAFETY: as above, and borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.len) }
+    }
+}
+
+/// A matrix that threads read: rows `stride` numbers apart, perhaps chosen by an index.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    numbers: &'a [f32],
+    stride: usize,
+    count: usize,
+    index: Option<&'a [u32]>,
+}
+
+impl<'a> Rows<'a> {
+    /// `count` rows, `stride` apart, of at most `stride` columns.
+    pub(crate) fn new(numbers: &'a [f32], stride: usize, count: usize) -> Rows<'a> {
+        Rows { numbers, stride, count, index: None }
+    }
+
+    /// The rows that `index` names.
+    pub(crate) fn gather(numbers: &'a [f32], stride: usize, index: &'a [u32]) -> Rows<'a> {
+        Rows { numbers, stride, count: index.len(), index: Some(index) }
+    }
+
+    /// Number of rows.
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The first `cols` columns of row `i`.
+    pub(crate) fn row(&self, i: usize, cols: usize) -> &'a [f32] {
+        let row = self.index.map_or(i, |index| index[i] as usize);
+        &self.numbers[row * self.stride..][..cols]
+    }
+}
+
+/// A matrix that threads write, each its own part.
+///
+/// Kernels write columns of rows that lie interleaved with those of other threads, which slices cannot
+/// express.
+#[derive(Clone, Copy)]
+pub(crate) struct Out {
+    start: *mut f32,
+    len: usize,
+    stride: usize,
+}
+
+// SAFETY: access goes through `Out::part`, whose callers promise disjoint parts.
+unsafe impl Send for Out {}
+// SAFETY: as above.
+unsafe impl Sync for Out {}
+
+impl Out {
+    /// Rows `stride` apart. The numbers must outlive every use; a region borrows nothing longer.
+    pub(crate) fn new(numbers: &mut [f32], stride: usize) -> Out {
+        Out { start: numbers.as_mut_ptr(), len: numbers.len(), stride }
+    }
+
+    /// `len` columns of a row from `column` on.
+    ///
+    /// # Safety
+    /// The numbers behind this must be alive, and nobody else may use this part while the slice lives.
+    ///
+    /// # Panics
+    /// If the part does not lie inside.
+    #[allow(clippy::mut_from_ref)] // the caller's promise
+    pub(crate) unsafe fn part(&self, row: usize, column: usize, len: usize) -> &mut [f32] {
+        let start = row * self.stride + column;
+        assert!(start + len <= self.len, "outside of the matrix");
+        // SAFETY: inside the numbers this was made of; exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
+    }
+}

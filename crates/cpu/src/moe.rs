@@ -1,0 +1,263 @@
+//! Stages `route`, `shared`, `experts`: the mixture of experts.
+//!
+//! Pairs (expert, row) are grouped by expert; an expert's matrices are decoded once for all its rows. The
+//! weighted outputs are added to the row's sum in ascending expert id: threads own columns of the sum and go
+//! through the experts in order.
+
+use std::ops::Range;
+
+use model::{Model, MoeWeights, ResidentMatrix, Result, Slot, Spec, Wave};
+
+use crate::embed;
+use crate::gemm::{self, Down, GateUp, Product, Then, Weights};
+use crate::memory::{Aligned, Out, Rows};
+use crate::open::{Buffers, Open, Pairs, carve};
+use crate::team::Team;
+
+/// Pairs whose inner rows are in memory at the same time: 8 MiB for experts of width 512.
+const PAIRS: usize = 4096;
+
+type LayerWeights = MoeWeights<ResidentMatrix, Vec<f32>>;
+
+/// Parts of a block between norm and choice: router logits.
+pub(crate) fn router_parts(spec: &Spec, rows: usize) -> [usize; 1] {
+    [rows * spec.moe.experts]
+}
+
+/// Parts of a block of the shared expert: its inner rows, the factor of each row.
+pub(crate) fn shared_parts(spec: &Spec, rows: usize) -> [usize; 2] {
+    [rows * spec.moe.shared_width, rows]
+}
+
+/// Norm, router, choice of experts.
+pub(crate) fn route(
+    team: &mut Team,
+    spec: &Spec,
+    weights: &LayerWeights,
+    open: &mut Open,
+    rows: Range<usize>,
+) {
+    let (cols, count) = (spec.hidden, rows.len());
+    let Buffers { hidden, norm, block, ids, weights: chosen, pairs, .. } = &mut open.buffers;
+    pairs.valid = false;
+    let norm = &mut norm[rows.start * cols..];
+    let x = Rows::new(&hidden[rows.start * cols..], cols, count);
+    embed::norm(team, x, &weights.norm, spec.rms_eps, Out::new(norm, cols));
+
+    let experts = spec.moe.experts;
+    let [logits] = carve(block, router_parts(spec, count));
+    let out = Out::new(logits, experts);
+    let x = Rows::new(norm, cols, count);
+    gemm::dense(team, &[Product { weights: (&weights.router).into(), x, out, then: Then::Store }]);
+
+    let used = spec.moe.used;
+    let (ids, chosen) = (Out::new(ids, used), Out::new(chosen, used));
+    let kernels = team.kernels;
+    team.split(count, |part, _| {
+        for row in part {
+            // SAFETY: each row belongs to one member.
+            let (probabilities, ids, chosen) = unsafe {
+                let to = rows.start + row;
+                (out.part(row, 0, experts), ids.part(to, 0, used), chosen.part(to, 0, used))
+            };
+            let (_, _, sum) = (kernels.softmax_block)(probabilities, 1.0, f32::NEG_INFINITY);
+            probabilities.iter_mut().for_each(|p| *p /= sum);
+            choose(probabilities, ids, chosen);
+        }
+    });
+}
+
+/// The largest probabilities, by falling value, ties to the lower index, scaled to the sum 1.
+fn choose(probabilities: &[f32], ids: &mut [f32], weights: &mut [f32]) {
+    // Below every probability, so that the first ones fill the list.
+    weights.fill(-1.0);
+    let last = weights.len() - 1;
+    for (expert, &p) in probabilities.iter().enumerate() {
+        if p > weights[last] {
+            let mut at = last;
+            while at > 0 && p > weights[at - 1] {
+                (weights[at], ids[at]) = (weights[at - 1], ids[at - 1]);
+                at -= 1;
+            }
+            (weights[at], ids[at]) = (p, expert as f32);
+        }
+    }
+    let sum: f32 = weights.iter().sum();
+    weights.iter_mut().for_each(|w| *w /= sum);
+}
+
+/// The shared expert: starts the sum.
+pub(crate) fn shared(
+    team: &mut Team,
+    spec: &Spec,
+    weights: &LayerWeights,
+    open: &mut Open,
+    rows: Range<usize>,
+) {
+    let (cols, count, width) = (spec.hidden, rows.len(), spec.moe.shared_width);
+    let Buffers { norm, sum, block, .. } = &mut open.buffers;
+    let x = Rows::new(&norm[rows.start * cols..], cols, count);
+    let [inner, factors] = carve(block, shared_parts(spec, count));
+    let group = GateUp { gate: (&weights.shared_gate).into(), up: (&weights.shared_up).into(), x, first: 0 };
+    gemm::gate_up(team, &[group], Out::new(inner, width));
+
+    let (kernels, out) = (team.kernels, Out::new(factors, 1));
+    team.split(count, |part, _| {
+        for row in part {
+            let logit = (kernels.dot)(x.row(row, cols), &weights.shared_router);
+            // SAFETY: each row belongs to one member.
+            unsafe { out.part(row, 0, 1)[0] = 1.0 / (1.0 + (-logit).exp()) };
+        }
+    });
+    let out = Out::new(&mut sum[rows.start * cols..], cols);
+    let x = Rows::new(inner, width, count);
+    let then = Then::Scale(factors);
+    gemm::dense(team, &[Product { weights: (&weights.shared_down).into(), x, out, then }]);
+}
+
+/// Groups the pairs of the layer routed last, unless that has been done.
+pub(crate) fn group(spec: &Spec, rows: usize, buffers: &mut Buffers) {
+    let (used, experts) = (spec.moe.used, spec.moe.experts);
+    let Buffers { ids, weights, pairs, .. } = buffers;
+    if pairs.valid {
+        return;
+    }
+    let Pairs { valid, starts, rows: pair_rows, weights: pair_weights } = pairs;
+    let ids = &ids[..rows * used];
+    starts.clear();
+    starts.resize(experts + 1, 0);
+    // Counting sort: counts first, one place further on, so that the sums are the starts.
+    ids.iter().for_each(|&id| starts[id as usize + 1] += 1);
+    for expert in 0..experts {
+        starts[expert + 1] += starts[expert];
+    }
+    pair_rows.resize(ids.len(), 0);
+    pair_weights.resize(ids.len(), 0.0);
+    let mut next = starts.clone();
+    for (pair, (&id, &weight)) in ids.iter().zip(weights.iter()).enumerate() {
+        let at = &mut next[id as usize];
+        pair_rows[*at] = (pair / used) as u32;
+        pair_weights[*at] = weight;
+        *at += 1;
+    }
+    *valid = true;
+}
+
+/// Experts with at least one pair, ascending.
+pub(crate) fn used(pairs: &Pairs) -> Vec<u32> {
+    (0..pairs.starts.len() - 1).filter(|&e| pairs.starts[e] < pairs.starts[e + 1]).map(|e| e as u32).collect()
+}
+
+/// Some pairs of one expert, and its weights.
+struct Piece<'a> {
+    gate: Weights<'a>,
+    up: Weights<'a>,
+    down: Weights<'a>,
+    pairs: Range<usize>,
+}
+
+/// Adds the experts of a wave to the sums, and the sums to the residual stream after the last wave.
+pub(crate) fn experts(
+    team: &mut Team,
+    model: &Model,
+    inner: &mut Aligned,
+    open: &mut Open,
+    layer: usize,
+    wave: &Wave,
+) -> Result<()> {
+    let spec = &model.spec;
+    let (cols, rows, width) = (spec.hidden, open.pass.rows(), spec.moe.widths[layer]);
+    group(spec, rows, &mut open.buffers);
+    let Buffers { hidden, norm, sum, pairs, .. } = &mut open.buffers;
+    let (hidden, sum) = (Out::new(hidden, cols), Out::new(sum, cols));
+    inner.reserve(PAIRS.min(pairs.rows.len()) * width);
+    let mut pieces = pieces(model, layer, wave, pairs)?.into_iter().peekable();
+    loop {
+        let mut turn = Vec::new();
+        let mut count = 0;
+        while let Some(piece) = pieces.next_if(|piece| count + piece.pairs.len() <= PAIRS) {
+            count += piece.pairs.len();
+            turn.push(piece);
+        }
+        let done = pieces.peek().is_none();
+        turn_of_experts(team, &turn, norm, pairs, inner, (width, cols), sum, {
+            (done && wave.last).then_some((hidden, rows))
+        });
+        if done {
+            return Ok(());
+        }
+    }
+}
+
+/// The pieces of a wave, ascending, none with more than [`PAIRS`] pairs.
+fn pieces<'a>(model: &'a Model, layer: usize, wave: &Wave, pairs: &Pairs) -> Result<Vec<Piece<'a>>> {
+    let layout = &model.experts[layer];
+    let mut pieces = Vec::new();
+    for placed in wave.experts.iter() {
+        let expert = placed.expert as usize;
+        let slot = placed.slot;
+        if slot.arena != Slot::FILE {
+            let message = format!("expert {expert} lies in arena {}, which this backend lacks", slot.arena);
+            return Err(model::Error::Backend { backend: "cpu", stage: "experts", layer, message });
+        }
+        let matrix = |tensor: &model::ExpertTensor, at: u64| Weights {
+            ty: tensor.ty,
+            rows: tensor.rows,
+            cols: tensor.cols,
+            bytes: model.file_bytes(at, tensor.bytes()),
+        };
+        let end = pairs.starts[expert + 1];
+        for first in (pairs.starts[expert]..end).step_by(PAIRS) {
+            pieces.push(Piece {
+                gate: matrix(&layout.gate, slot.gate),
+                up: matrix(&layout.up, slot.up),
+                down: matrix(&layout.down, slot.down),
+                pairs: first..end.min(first + PAIRS),
+            });
+        }
+    }
+    Ok(pieces)
+}
+
+/// Both halves of some experts.
+#[allow(clippy::too_many_arguments)] // the parts of one borrowed structure
+fn turn_of_experts(
+    team: &mut Team,
+    turn: &[Piece],
+    norm: &[f32],
+    pairs: &Pairs,
+    inner: &mut [f32],
+    (width, cols): (usize, usize),
+    sum: Out,
+    residual: Option<(Out, usize)>,
+) {
+    let mut first = 0;
+    let mut firsts = Vec::with_capacity(turn.len());
+    for piece in turn {
+        firsts.push(first);
+        first += piece.pairs.len();
+    }
+    let groups: Vec<GateUp> = turn
+        .iter()
+        .zip(&firsts)
+        .map(|(piece, &first)| GateUp {
+            gate: piece.gate,
+            up: piece.up,
+            x: Rows::gather(norm, cols, &pairs.rows[piece.pairs.clone()]),
+            first,
+        })
+        .collect();
+    gemm::gate_up(team, &groups, Out::new(inner, width));
+    let inner = &*inner;
+    let groups: Vec<Down> = turn
+        .iter()
+        .zip(&firsts)
+        .map(|(piece, &first)| Down {
+            weights: piece.down,
+            x: Rows::new(&inner[first * width..], width, piece.pairs.len()),
+            rows: &pairs.rows[piece.pairs.clone()],
+            factors: &pairs.weights[piece.pairs.clone()],
+        })
+        .collect();
+    gemm::down(team, &groups, cols, sum, residual);
+}
