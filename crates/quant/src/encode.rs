@@ -1,7 +1,7 @@
 //! `f32` to blocks: the search for the blocks that lose least.
 //!
 //! Every encoder minimises the same sum, Σ w·(x − decoded)², over everything its format lets it choose. The
-//! error weight w of a weight x is the importance of its column times √(σ² + x²), σ² being the mean square of
+//! error weight w of a weight x is the importance of its column times √(2σ² + x²), σ² being the mean square of
 //! the block: large weights matter more, in moderation.
 //!
 //! - [`block`] prepares a block: normalised weights, error weights, the rounding of its scale to `f16`;

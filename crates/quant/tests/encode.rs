@@ -142,6 +142,37 @@ fn the_error_does_not_depend_on_the_magnitude() {
 }
 
 #[test]
+fn scales_below_the_normal_f16_are_rounded_with_care() {
+    for ty in block_types() {
+        for factor in [1e-4, 1e-5, 1e-6, 1e-7, 1e-8] {
+            let weights: Vec<f32> = gaussian(512, 13).iter().map(|x| x * factor).collect();
+            let error = relative_error(&weights, &round_trip(ty, &weights, None));
+            assert!(error < 1.01, "{ty} × {factor}: {error}, worse than zeros");
+        }
+    }
+}
+
+#[test]
+fn wild_weights_and_importance_do_not_panic() {
+    let normal = gaussian(4 * 1024, 17);
+    let exponents = gaussian(4 * 1024, 19);
+    for spread in [3.0, 12.0, 40.0] {
+        let wild = |power: f32| {
+            let value = |(x, e): (&f32, &f32)| x * (spread * e).exp2().clamp(1e-38, 1e4);
+            normal.iter().zip(&exponents).map(value).map(|x| x * power).collect::<Vec<f32>>()
+        };
+        let weights = wild(1.0);
+        let importance: Vec<f32> = wild(1e30).iter().rev().take(1024).map(|x| x.abs()).collect();
+        for ty in block_types() {
+            for importance in [None, Some(&importance[..])] {
+                let decoded = round_trip(ty, &weights, importance);
+                assert!(decoded.iter().all(|x| x.is_finite()), "{ty}");
+            }
+        }
+    }
+}
+
+#[test]
 fn one_outlier_or_one_sign_does_no_harm() {
     for ty in block_types() {
         let mut outlier = vec![0.0; 256];

@@ -19,7 +19,7 @@ fn blocks() -> Vec<[f32; 256]> {
 /// What `encode` says an error costs.
 fn error_weights(x: &[f32; 256]) -> [f32; 256] {
     let mean_square = x.iter().map(|x| x * x).sum::<f32>() / 256.0;
-    x.map(|x| (mean_square + x * x).sqrt())
+    x.map(|x| (2.0 * mean_square + x * x).sqrt())
 }
 
 fn cost(x: &[f32], w: &[f32], decoded: &[f32]) -> f64 {
@@ -69,8 +69,8 @@ fn least_over_rows(x: &[f32], w: &[f32], s: f32) -> f32 {
 fn rows_and_signs_are_the_best_at_the_chosen_scale() {
     for x in blocks() {
         let (w, decoded) = (error_weights(&x), encoded(&x));
-        // The scale shows in the first magnitude of each sub-block, once the row is known; every row has it in
-        // common that its magnitudes are 8, 25 and 43, so try all three.
+        // The scale of a sub-block shows in its smallest magnitude, 8 times the scale: of 32 Gaussian weights
+        // some are always small.
         for j in 0..8 {
             let range = 32 * j..32 * j + 32;
             let smallest = decoded[range.clone()].iter().fold(f32::INFINITY, |m, y| m.min(y.abs()));
@@ -107,7 +107,6 @@ fn no_scale_and_no_levels_are_much_better() {
             least = least.min(sum);
         }
         let ratio = ours / f64::from(least);
-        println!("{ratio}");
-        assert!(ratio < 1.01, "{ours} against {least}: {ratio}");
+        assert!(ratio < 1.002, "{ours} against {least}: {ratio}");
     }
 }

@@ -12,6 +12,9 @@ use super::block::{Block, dot, round};
 /// Passes of least squares after the best start is known.
 const REFITS: usize = 4;
 
+/// Passes of least squares for each first try of a sub-block.
+const FREE_REFITS: usize = 2;
+
 /// A line through a sub-block: weights are `s · code − m`, m ≥ 0.
 #[derive(Clone, Copy, Default)]
 struct Line {
@@ -27,8 +30,6 @@ struct Plan<'a> {
     levels: f32,
     /// First tries of the sub-block's range over its scale.
     spans: &'a [f32],
-    /// First tries of the two `f16`: the largest free scale (min) over these.
-    divisors: &'a [(f32, f32)],
     /// Levels of the scale tried on either side of the free one.
     reach: i32,
 }
@@ -47,10 +48,8 @@ struct Choice<const S: usize> {
 
 /// 256 weights in 16 sub-blocks: levels of 4 bits (scale low, min high), codes of 2 bits, both scales.
 pub(super) fn q2_k(block: &Block<256>) -> [u8; 84] {
-    const SPANS: [f32; 14] = super::levels::spaced(1.8, 0.15);
-    const DIVISORS: [(f32, f32); 6] =
-        [(15.0, 15.0), (14.0, 15.0), (15.0, 14.0), (14.0, 14.0), (13.0, 15.0), (15.5, 15.5)];
-    let plan = Plan { codes: 3.0, levels: 15.0, spans: &SPANS, divisors: &DIVISORS, reach: 2 };
+    const SPANS: [f32; 7] = super::levels::spaced(1.8, 0.3);
+    let plan = Plan { codes: 3.0, levels: 15.0, spans: &SPANS, reach: 3 };
     let choice = search::<16, 16>(block, &plan);
 
     let mut bytes = [0; 84];
@@ -67,8 +66,8 @@ pub(super) fn q2_k(block: &Block<256>) -> [u8; 84] {
 
 /// 256 weights in 8 sub-blocks: both scales, levels of 6 bits, codes of 4 bits.
 pub(super) fn q4_k(block: &Block<256>) -> [u8; 144] {
-    const SPANS: [f32; 16] = super::levels::spaced(13.0, 0.2);
-    let plan = Plan { codes: 15.0, levels: 63.0, spans: &SPANS, divisors: &SIX_BITS, reach: 1 };
+    const SPANS: [f32; 9] = super::levels::spaced(12.8, 0.4);
+    let plan = Plan { codes: 15.0, levels: 63.0, spans: &SPANS, reach: 2 };
     let choice = search::<32, 8>(block, &plan);
 
     let mut bytes = [0; 144];
@@ -80,8 +79,8 @@ pub(super) fn q4_k(block: &Block<256>) -> [u8; 144] {
 
 /// 256 weights in 8 sub-blocks: both scales, levels of 6 bits, high bits of the codes, low 4 bits.
 pub(super) fn q5_k(block: &Block<256>) -> [u8; 176] {
-    const SPANS: [f32; 16] = super::levels::spaced(29.0, 0.2);
-    let plan = Plan { codes: 31.0, levels: 63.0, spans: &SPANS, divisors: &SIX_BITS, reach: 1 };
+    const SPANS: [f32; 9] = super::levels::spaced(28.8, 0.4);
+    let plan = Plan { codes: 31.0, levels: 63.0, spans: &SPANS, reach: 2 };
     let choice = search::<32, 8>(block, &plan);
     let q = all_codes(block, &plan, &choice);
 
@@ -94,8 +93,6 @@ pub(super) fn q5_k(block: &Block<256>) -> [u8; 176] {
     put_low_halves(&mut bytes[48..], &q.map(|q| q & 15));
     bytes
 }
-
-const SIX_BITS: [(f32, f32); 3] = [(63.0, 63.0), (62.0, 62.0), (61.0, 61.0)];
 
 fn put_scales<const S: usize>(bytes: &mut [u8], choice: &Choice<S>) {
     bytes[..2].copy_from_slice(&choice.stored[0].to_le_bytes());
@@ -133,11 +130,14 @@ fn search<const L: usize, const S: usize>(block: &Block<256>, plan: &Plan<'_>) -
     let _: () = const { assert!(L * S == 256, "sub-blocks cover the super-block") };
     let (x, w) = (block.x.as_chunks::<L>().0, block.w.as_chunks::<L>().0);
     let free: [Line; S] = std::array::from_fn(|j| free_line(&x[j], &w[j], plan));
-    let largest = free.iter().fold(Line::default(), |a, b| Line { s: a.s.max(b.s), m: a.m.max(b.m) });
     let at = |d: Line| levels_at::<L, S>(block, plan, &free, d);
 
-    let starts = plan.divisors.iter().map(|&(s, m)| at(Line { s: largest.s / s, m: largest.m / m }));
-    let mut best = starts.reduce(|a, b| if b.cost < a.cost { b } else { a }).expect("a plan has divisors");
+    let (full_s, even_s) = first_tries(&free.map(|line| line.s), plan.levels);
+    let (full_m, even_m) = first_tries(&free.map(|line| line.m), plan.levels);
+    let starts = [(full_s, full_m), (even_s, even_m), (even_s, full_m), (full_s, even_m)];
+    let starts = starts.map(|(s, m)| at(Line { s, m }));
+    let mut best =
+        starts.into_iter().reduce(|a, b| if b.cost < a.cost { b } else { a }).expect("four starts");
     for _ in 0..REFITS {
         let next = at(best.refit);
         if next.stored == best.stored || next.cost >= best.cost {
@@ -146,6 +146,27 @@ fn search<const L: usize, const S: usize>(block: &Block<256>, plan: &Plan<'_>) -
         best = next;
     }
     best
+}
+
+/// Two scales to try for the levels of these values: the one that gives the largest value the largest level,
+/// and, among those somewhat larger, the one of which all values are nearest to multiples.
+fn first_tries<const S: usize>(values: &[f32; S], levels: f32) -> (f32, f32) {
+    const TRIES: usize = 60;
+    let largest = values.iter().fold(0.0, |m: f32, &v| m.max(v));
+    let mut best = (f32::INFINITY, 0.0);
+    for i in 0..TRIES {
+        let inverse = levels * (1.0 - 0.2 * i as f32 / TRIES as f32) / largest.max(f32::MIN_POSITIVE);
+        let d = 1.0 / inverse;
+        let mut miss = 0.0;
+        for v in values {
+            let rest = v - d * round(v * inverse, 0.0, levels);
+            miss += rest * rest;
+        }
+        if miss < best.0 {
+            best = (miss, d);
+        }
+    }
+    (largest / levels, best.1)
 }
 
 /// The line that serves a sub-block best: spans around the whole range, each refitted twice.
@@ -157,30 +178,21 @@ fn free_line<const L: usize>(x: &[f32; L], w: &[f32; L], plan: &Plan<'_>) -> Lin
         return best.1;
     }
     for span in plan.spans {
-        // Codes beyond the range are cut: the same share on either side.
         let s = (high - low) / span;
-        let cut = 0.5 * (span - plan.codes) * s;
-        let mut line = Line { s, m: -low - cut }.allowed();
-        for _ in 0..2 {
-            let fit = Fit::new(x, w, line, plan.codes);
-            if fit.cost < best.0 {
-                best = (fit.cost, line);
+        // Where the span has more steps than there are codes, both ends are cut, or one.
+        let cut = (span - plan.codes) * s;
+        for share in [0.0, 0.5, 1.0] {
+            let mut line = Line { s, m: (-low - share * cut).max(0.0) };
+            for _ in 0..=FREE_REFITS {
+                let fit = Fit::new(x, w, line, plan.codes);
+                if fit.cost < best.0 {
+                    best = (fit.cost, line);
+                }
+                line = fit.solve();
             }
-            line = fit.refit(1.0, 1.0);
-        }
-        let cost = Fit::new(x, w, line, plan.codes).cost;
-        if cost < best.0 {
-            best = (cost, line);
         }
     }
     best.1
-}
-
-impl Line {
-    /// The min is stored without a sign.
-    fn allowed(self) -> Self {
-        Self { s: self.s, m: self.m.max(0.0) }
-    }
 }
 
 /// A sub-block with its codes chosen for one line: the error and the sums to refit.
@@ -215,11 +227,6 @@ impl Fit {
             xq: dot(&wq, x),
             x: dot(w, x),
         }
-    }
-
-    /// The scale and min, in multiples of the levels `s` and `m`, that suit the codes best.
-    fn refit(&self, s: f32, m: f32) -> Line {
-        self.scaled(s, m).solve()
     }
 
     /// The sums with codes multiplied by `s` and the min by `m`.

@@ -50,7 +50,7 @@ impl<const N: usize> Block<N> {
         let unit = f32::from_bits(largest.to_bits() & 0x7f80_0000);
         let x = weights.map(|x| x / unit);
         let mean_square = dot(&x, &x) / N as f32;
-        let mut w = x.map(|x| (mean_square + x * x).sqrt());
+        let mut w = x.map(|x| (2.0 * mean_square + x * x).sqrt());
         if let Some(importance) = importance {
             multiply(&mut w, importance);
         }
