@@ -60,7 +60,13 @@ impl Line {
         s * self.n - self.c
     }
 
-    /// The scale from which on `next`, which is less steep, is lower.
+    /// Whether this line rises less steeply, by more than rounding explains: where weights are alike, rows
+    /// that differ in order only have the same line up to rounding, and no meaningful crossing.
+    fn is_flatter_than(&self, other: &Line) -> bool {
+        self.n < (1.0 - 1e-5) * other.n
+    }
+
+    /// The scale from which on `next`, which is flatter, is lower.
     fn crossing(&self, next: &Line) -> f32 {
         (self.c - next.c) / (self.n - next.n)
     }
@@ -93,7 +99,9 @@ impl Envelopes {
     pub(super) fn at(&self, index: usize, s: f32) -> &Line {
         let start = if index == 0 { 0 } else { self.ends[index - 1] };
         let lines = &self.lines[start..self.ends[index]];
-        lines.iter().find(|line| s <= line.until).unwrap_or(&lines[lines.len() - 1])
+        // Counting needs no branch that depends on `s`; the last line has no end.
+        let passed = lines.iter().map(|line| usize::from(line.until < s)).sum::<usize>();
+        &lines[passed.min(lines.len() - 1)]
     }
 
     /// Measures every row of `book` against a group: `a` = w·x and `w`. What is pushed next refers to it.
@@ -119,7 +127,7 @@ impl Envelopes {
         let last = rows.lowest(range.end);
         let start = self.lines.len();
         self.lines.push(first);
-        if first.n > last.n {
+        if last.is_flatter_than(&first) {
             between(rows, &first, &last, &mut self.lines);
             self.lines.push(last);
         }
@@ -134,12 +142,13 @@ impl Envelopes {
 fn between(rows: Rows<'_>, first: &Line, last: &Line, envelope: &mut Vec<Line>) {
     // A line that is above both ends and above their crossing is lowest nowhere in between.
     let s = first.crossing(last);
-    let least = rows.least(s);
+    let lanes = rows.least(s);
+    let least = least_of(lanes);
     if least >= first.at(s) {
         return;
     }
-    let middle = rows.find(s, least);
-    if middle.n < first.n && middle.n > last.n {
+    let middle = rows.find(s, &lanes, least);
+    if middle.is_flatter_than(first) && last.is_flatter_than(&middle) {
         between(rows, first, &middle, envelope);
         envelope.push(middle);
         between(rows, &middle, last, envelope);
@@ -154,12 +163,14 @@ struct Rows<'a> {
 }
 
 impl Rows<'_> {
+    /// The lowest line at scale `s`.
     fn lowest(self, s: f32) -> Line {
-        self.find(s, self.least(s))
+        let lanes = self.least(s);
+        self.find(s, &lanes, least_of(lanes))
     }
 
-    /// The lowest value of any line at scale `s`.
-    fn least(self, s: f32) -> f32 {
+    /// For each lane the lowest value of its lines at scale `s`.
+    fn least(self, s: f32) -> Lanes {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
             // SAFETY: the CPU has AVX2.
@@ -168,50 +179,35 @@ impl Rows<'_> {
         least(self, s)
     }
 
-    /// The line that has this lowest value.
-    fn find(self, s: f32, least: f32) -> Line {
-        #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx2") {
-            // SAFETY: the CPU has AVX2.
-            return unsafe { find_avx2(self, s, least) };
-        }
-        find(self, s, least)
+    /// The line whose value at scale `s` is `least`, the least of `lanes`.
+    fn find(self, s: f32, lanes: &Lanes, least: f32) -> Line {
+        let k = lanes.iter().position(|&value| value == least).expect("it is the least of these");
+        let mut lines = self.c.iter().zip(self.n).map(|(c, n)| (c[k], n[k]));
+        let i = lines.position(|(c, n)| s * n - c == least).expect("the lane has it from one of its lines");
+        Line { c: self.c[i][k], n: self.n[i][k], row: (LANES * i + k) as u16, until: f32::INFINITY }
     }
 }
 
-/// [`find`], compiled for AVX2. Without fused operations the result is the same to the bit.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn find_avx2(rows: Rows<'_>, s: f32, least: f32) -> Line {
-    find(rows, s, least)
-}
-
-#[inline(always)]
-fn find(rows: Rows<'_>, s: f32, least: f32) -> Line {
-    for (i, (c, n)) in rows.c.iter().zip(rows.n).enumerate() {
-        // One more than the place, 0 for nowhere: a maximum, unlike a search, goes through all lanes at once.
-        let mut place = 0;
-        for k in 0..LANES {
-            let here = if s * n[k] - c[k] == least { k as u32 + 1 } else { 0 };
-            place = here.max(place);
+fn least_of(mut lanes: Lanes) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for k in 0..width {
+            lanes[k] = if lanes[k + width] < lanes[k] { lanes[k + width] } else { lanes[k] };
         }
-        if place > 0 {
-            let k = place as usize - 1;
-            return Line { c: c[k], n: n[k], row: (LANES * i + k) as u16, until: f32::INFINITY };
-        }
+        width /= 2;
     }
-    unreachable!("the least value belongs to one of the rows")
+    lanes[0]
 }
 
 /// [`least`], compiled for AVX2. Without fused operations the result is the same to the bit.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn least_avx2(rows: Rows<'_>, s: f32) -> f32 {
+fn least_avx2(rows: Rows<'_>, s: f32) -> Lanes {
     least(rows, s)
 }
 
 #[inline(always)]
-fn least(rows: Rows<'_>, s: f32) -> f32 {
+fn least(rows: Rows<'_>, s: f32) -> Lanes {
     let mut least = [f32::INFINITY; LANES];
     for (c, n) in rows.c.iter().zip(rows.n) {
         for k in 0..LANES {
@@ -219,14 +215,7 @@ fn least(rows: Rows<'_>, s: f32) -> f32 {
             least[k] = if value < least[k] { value } else { least[k] };
         }
     }
-    let mut width = LANES / 2;
-    while width > 0 {
-        for k in 0..width {
-            least[k] = if least[k + width] < least[k] { least[k + width] } else { least[k] };
-        }
-        width /= 2;
-    }
-    least[0]
+    least
 }
 
 /// [`measure`], compiled for AVX2. Without fused operations the result is the same to the bit.
@@ -253,6 +242,78 @@ fn measure<const D: usize>(book: &Book<D>, a: &[f32; D], w: &[f32; D], out: [&mu
             c_out[k] = 2.0 * c;
             flipped_out[k] = 2.0 * c - 4.0 * least;
             n_out[k] = n;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codebook::IQ2_XXS_GRID;
+
+    /// Weights and error weights of a few groups, all different.
+    fn groups() -> impl Iterator<Item = ([f32; 8], [f32; 8])> {
+        let value = |i: usize, j: usize| ((i * 37 + j * 101) % 89) as f32 / 89.0;
+        (0..20).map(move |i| {
+            let w = std::array::from_fn(|j| 0.1 + value(i + 7, 3 * j));
+            (std::array::from_fn(|j| w[j] * (0.02 + value(i, j))), w)
+        })
+    }
+
+    fn book() -> Book<8> {
+        Book::new(IQ2_XXS_GRID.iter().map(|row| row.map(f32::from)))
+    }
+
+    #[test]
+    fn the_envelope_is_the_lowest_line_at_every_scale() {
+        let (book, mut envelopes) = (book(), Envelopes::default());
+        let range = 0.005..0.06;
+        for (a, w) in groups() {
+            envelopes.measure(&book, &a, &w);
+            for flipped in [false, true] {
+                envelopes.push(&range, flipped);
+                for step in 0..=100 {
+                    let s = range.start + (range.end - range.start) * step as f32 / 100.0;
+                    let rows = IQ2_XXS_GRID.iter().map(|row| row.map(f32::from));
+                    let least =
+                        rows.map(|row| row_cost(&row, &a, &w, s, flipped)).fold(f32::INFINITY, f32::min);
+                    let line = envelopes.at(envelopes.len() - 1, s);
+                    assert!(
+                        line.fit(s).cost < least + 1e-4,
+                        "{} instead of {least} at {s}",
+                        line.fit(s).cost
+                    );
+                    let own = row_cost(&book.row(line.row.into()), &a, &w, s, flipped);
+                    assert!((line.fit(s).cost - own).abs() < 1e-4, "the line belongs to another row");
+                }
+            }
+        }
+    }
+
+    /// Σ w·(x − s·g)² − Σ w·x², for non-negative x, or with the sign of one x the wrong way.
+    fn row_cost(row: &[f32; 8], a: &[f32; 8], w: &[f32; 8], s: f32, flipped: bool) -> f32 {
+        let cost: f32 = (0..8).map(|i| s * s * w[i] * row[i] * row[i] - 2.0 * s * a[i] * row[i]).sum();
+        let wrong = (0..8).map(|i| 4.0 * s * a[i] * row[i]).fold(f32::INFINITY, f32::min);
+        if flipped { cost + wrong } else { cost }
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn avx2_gives_the_same_bits() {
+        if !is_x86_feature_detected!("avx2") {
+            return;
+        }
+        let book = book();
+        for (a, w) in groups() {
+            let mut plain = [[[0.0; LANES]; 8]; 3];
+            let mut wide = plain;
+            measure(&book, &a, &w, plain.each_mut().map(|out| &mut out[..]));
+            // SAFETY: the CPU has AVX2.
+            unsafe { measure_avx2(&book, &a, &w, wide.each_mut().map(|out| &mut out[..])) };
+            assert_eq!(plain, wide);
+            let rows = Rows { c: &plain[0], n: &plain[2] };
+            // SAFETY: the CPU has AVX2.
+            assert_eq!(least(rows, 0.02), unsafe { least_avx2(rows, 0.02) });
         }
     }
 }
