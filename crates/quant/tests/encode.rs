@@ -200,7 +200,9 @@ fn a_block_that_can_be_represented_is_found_again() {
     for ty in block_types() {
         let once = round_trip(ty, &gaussian(2048, 21), None);
         let error = relative_error(&once, &round_trip(ty, &once, None));
-        assert!(error < 0.008, "{ty}: {error}");
+        // A scale and a min together are found with a little less certainty.
+        let bound = if [Type::Q2_K, Type::Q4_K, Type::Q5_K].contains(&ty) { 0.008 } else { 0.0035 };
+        assert!(error < bound, "{ty}: {error}");
     }
 }
 
