@@ -205,6 +205,7 @@ mod tests {
     fn greedy_breaks_ties_to_the_lowest_id() {
         let mut sampler = Sampler::new(Sampling::greedy()).unwrap();
         assert_eq!(sampler.choose(&LOGITS), 1);
+        let mut sampler = Sampler::new(Sampling::greedy()).unwrap();
         assert_eq!(sampler.choose(&[3.0; 5]), 0);
         assert_eq!(sampler.choose(&[-3.0]), 0);
     }
@@ -229,9 +230,9 @@ mod tests {
         assert_eq!(alive(Sampling { top_k: 1, ..OPEN }), [1]);
         assert_eq!(alive(Sampling { top_k: 2, ..OPEN }), [1, 5]);
         assert_eq!(alive(Sampling { top_k: 3, ..OPEN }), [1, 3, 5]);
-        // Shares: 0.355 (1), 0.355 (5), 0.215 (3), 0.079 (0) …
+        // Shares: 0.340 (1), 0.340 (5), 0.206 (3), 0.076 (0) …
         assert_eq!(alive(Sampling { top_p: 0.3, ..OPEN }), [1]);
-        assert_eq!(alive(Sampling { top_p: 0.7, ..OPEN }), [1, 5]);
+        assert_eq!(alive(Sampling { top_p: 0.6, ..OPEN }), [1, 5]);
         assert_eq!(alive(Sampling { top_p: 0.72, ..OPEN }), [1, 3, 5]);
         assert_eq!(alive(Sampling { min_p: 0.6, ..OPEN }), [1, 3, 5], "exp(-0.5) = 0.607");
         assert_eq!(alive(Sampling { min_p: 0.61, ..OPEN }), [1, 5]);

@@ -1,0 +1,37 @@
+//! Engines for tests.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use engine::{Engine, Options};
+use model::{Backend, KvType, Limits, MappedExperts, Model};
+
+/// A path relative to the repository.
+pub fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
+}
+
+/// The small trained model.
+pub fn pocket() -> Arc<Model> {
+    Arc::new(Model::open(&repository("models/pocket.gguf")).unwrap())
+}
+
+/// A backend by name, f32 keys and values.
+pub fn backend(name: &str, model: &Arc<Model>, positions: usize) -> Box<dyn Backend> {
+    let limits = Limits { pass_rows: 2048 + model::GRID, positions, kv: KvType::F32 };
+    match name {
+        "cpu" => {
+            let weights = model.load(&mut |_, _| ()).unwrap();
+            Box::new(cpu::Cpu::new(model.clone(), weights, limits, cpu::Options::default()).unwrap())
+        }
+        _ => {
+            Box::new(reference::Reference::new(model.clone(), limits, reference::Options::default()).unwrap())
+        }
+    }
+}
+
+/// An engine on a backend by name.
+pub fn engine(name: &str, model: &Arc<Model>, options: Options) -> Engine {
+    let backend = backend(name, model, options.context + 1024);
+    Engine::new(model.clone(), backend, Box::new(MappedExperts::new(model)), options)
+}
