@@ -282,3 +282,6 @@ fn decode(kernels: &Kernels, weights: &Weights, columns: &Range<usize>, panel: &
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

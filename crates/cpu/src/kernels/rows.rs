@@ -185,3 +185,6 @@ pub(super) fn delta_step<S: Simd>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
