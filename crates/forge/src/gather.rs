@@ -81,3 +81,38 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_window_of_rows_is_read() {
+        // Two tensors of 6 and 4 rows of 2; elements count up from 0 and from 100.
+        let dir = tempfile::tempdir().unwrap();
+        let header = r#"{"a":{"dtype":"F32","shape":[6,2],"data_offsets":[0,48]},"b":{"dtype":"F32","shape":[4,2],"data_offsets":[48,80]}}"#;
+        let elements = (0..12).chain(100..108).map(|x| x as f32);
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.extend(elements.flat_map(f32::to_le_bytes));
+        std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let (a, b) = (checkpoint.get("a").unwrap(), checkpoint.get("b").unwrap());
+
+        let mut gather = Gather::new(2, Map::PlusOne);
+        gather.push(a, 4, 2);
+        gather.push(b, 1, 1);
+        gather.push(a, 0, 3);
+        gather.push(b, 0, 4);
+        let rows = [8, 10, 102, 0, 2, 4, 100, 102, 104, 106].map(|x| x as f32 + 1.0);
+        assert_eq!(gather.rows(), rows.len() as u64);
+        for first in 0..rows.len() {
+            for end in first + 1..=rows.len() {
+                let mut out = vec![0.0; 2 * (end - first)];
+                gather.read(&checkpoint, first as u64, &mut out).unwrap();
+                let expected: Vec<f32> = rows[first..end].iter().flat_map(|&x| [x, x + 1.0]).collect();
+                assert_eq!(out, expected, "rows {first}..{end}");
+            }
+        }
+    }
+}

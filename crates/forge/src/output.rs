@@ -15,7 +15,7 @@ use crate::tensors::Class;
 
 /// Weights of the pieces that tensors are cut into for threads. The cut depends on the tensor alone, so the file
 /// does not depend on the number of threads.
-const PIECE: usize = 1 << 16;
+const PIECE: usize = 1 << 15;
 
 /// Pieces in flight for every thread: enough to keep threads busy, few enough to answer a cancellation soon.
 const PIECES_PER_THREAD: usize = 4;
@@ -209,7 +209,7 @@ impl<'a, 'f> Output<'a, 'f> {
 
 /// Blocks in a generated piece.
 pub(crate) fn piece_blocks(ty: Type) -> usize {
-    PIECE * 16 / ty.block_len()
+    PIECE * 4 / ty.block_len()
 }
 
 /// Encodes whole rows, and measures what that loses if asked to.

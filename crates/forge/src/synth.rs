@@ -1,7 +1,7 @@
 //! Models of random weights: any size, valid in every reader, numerically well-behaved.
 //!
 //! Every matrix has the deviation 1/√(row length), which keeps unit-sized activations unit-sized; matrices that
-//! write into the residual stream are smaller by √(blocks), so that it neither explodes nor starves over the depth;
+//! write into the residual stream are smaller by √(layers), so that it neither explodes nor starves over the depth;
 //! norms are near 1, decays spread from a few to a few thousand positions. Quantised tensors are drawn as blocks, not
 //! encoded from floats, so the disk is the limit. Every piece has its own random stream, found by seed, tensor and
 //! position.
@@ -144,8 +144,8 @@ impl Law {
         let shape = &options.shape;
         let row = tensor.dims[0] as f32;
         let normal = |gain: f32| Law::Normal { std: gain / row.sqrt() };
-        // Contributions of 2·blocks parts, each of about half the size of its input, sum to about 1.
-        let residual = 1.0 / (shape.blocks() as f32).sqrt();
+        // Contributions of 2·layers parts, each of about half the size of its input, sum to about 1.
+        let residual = 1.0 / (shape.layers as f32).sqrt();
         match tensor.role {
             Role::AttnNorm
             | Role::PostNorm

@@ -9,12 +9,13 @@ use forge::{Class, Control, Error, Mix, QuantizeOptions, Shape, Summary, SynthOp
 use gguf::{Gguf, Metadata, TensorDecl, Writer};
 use quant::Type;
 
-/// Two layers (DeltaNet, attention) with rows of whole super-blocks, but for the shared expert's down matrix.
+/// Two layers (DeltaNet, attention) with rows of whole super-blocks, but for the shared expert's down matrix, and
+/// an embedding that one thread encodes in several batches.
 fn shape() -> Shape {
     Shape {
         layers: 2,
         hidden: 256,
-        vocab: 300,
+        vocab: 1000,
         heads: 2,
         kv_heads: 1,
         head_dim: 128,

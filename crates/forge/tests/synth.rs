@@ -145,6 +145,25 @@ fn skew_spreads_the_rows_of_the_router() {
 }
 
 #[test]
+fn every_expert_has_a_popularity_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    // A router drawn in more than one piece.
+    let shape = Shape { experts: 600, expert_width: 32, layers: 1, ..shape() };
+    let router = |skew: f32| {
+        made(dir.path(), &SynthOptions { skew, ..options(shape.clone(), Recipe::F2) });
+        decoded(&Gguf::open(&dir.path().join("synth.gguf")).unwrap(), "blk.0.ffn_gate_inp.weight")
+    };
+    let (even, skewed) = (router(0.0), router(0.5));
+    let mut factors: Vec<f64> =
+        even.chunks(256).zip(skewed.chunks(256)).map(|(a, b)| rms(b) / rms(a)).collect();
+    factors.sort_by(f64::total_cmp);
+    assert_eq!(factors.len(), 600);
+    // A few of 600 numbers of 18 bits coincide.
+    let shared = factors.windows(2).filter(|pair| pair[1] - pair[0] < 1e-6).count();
+    assert!(shared < 20, "{shared} experts share their factor with another");
+}
+
+#[test]
 fn what_makes_no_model_is_refused_by_option() {
     let dir = tempfile::tempdir().unwrap();
     let cases = [

@@ -182,6 +182,10 @@ mod tests {
                 let rms = (weights.iter().map(|&w| f64::from(w).powi(2)).sum::<f64>() / n).sqrt();
                 assert!((rms / f64::from(std) - 1.0).abs() < 0.04, "{ty}: rms {rms} for {std}");
                 assert!(mean.abs() < 0.02 * f64::from(std), "{ty}: mean {mean} for {std}");
+                // Not even a small group may be off centre, as it is if scale and minimum do not belong together.
+                let means = weights.chunks(32).map(|group| f64::from(group.iter().sum::<f32>()) / 32.0);
+                let off = (means.map(|mean| mean * mean).sum::<f64>() / (n / 32.0)).sqrt();
+                assert!(off < 0.3 * f64::from(std), "{ty}: groups are {off} off centre for {std}");
                 let largest = weights.iter().fold(0f32, |max, w| max.max(w.abs()));
                 assert!(largest < 8.0 * std, "{ty}: a weight of {largest} for {std}");
             }
