@@ -544,6 +544,9 @@ pub struct ParityArgs {
     /// Smallest share of equal most likely tokens that passes.
     #[arg(long, value_name = "X", default_value_t = 0.99)]
     pub min_top1: f64,
+    /// Largest relative RMS difference of the logits that passes.
+    #[arg(long, value_name = "X", default_value_t = f64::INFINITY, hide_default_value = true)]
+    pub max_rms: f64,
     /// How keys and values are stored.
     #[arg(long, value_enum, default_value = "f16")]
     pub kv: Kv,

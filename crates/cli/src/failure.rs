@@ -31,6 +31,9 @@ pub enum Failure {
     /// Sessions and generation.
     #[error(transparent)]
     Engine(engine::Error),
+    /// Starting the CPU backend.
+    #[error(transparent)]
+    Cpu(#[from] cpu::Error),
     /// Making files.
     #[error(transparent)]
     Forge(forge::Error),

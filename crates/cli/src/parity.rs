@@ -31,7 +31,9 @@ pub fn run(args: &ParityArgs) -> Result<Outcome, Failure> {
         Err(_) if args.b.ends_with(".npy") => dump(args, &opened, &tokens, cancel)?,
         Err(_) => return Err(Failure::Usage(format!("`{}` is neither a backend nor an .npy file", args.b))),
     };
-    let passed = result.logits.kl_mean() <= args.max_kl && result.logits.top_share() >= args.min_top1;
+    let passed = result.logits.kl_mean() <= args.max_kl
+        && result.logits.top_share() >= args.min_top1
+        && logits_rms(&result) <= args.max_rms;
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", to_json(&result, passed))?;
@@ -80,13 +82,14 @@ fn dump(args: &ParityArgs, opened: &Opened, tokens: &[u32], cancel: Cancel) -> R
     let options = Options { chunk: args.chunk, context: rows };
     let mut engine = Engine::new(opened.model.clone(), backend, experts, options);
     let mut session = engine.open();
-    let mut logits = Agreement::default();
+    let (mut logits, mut difference) = (Agreement::default(), Difference::default());
     let mut stored = vec![0.0; vocab];
     let mut failure = Ok(());
     let mut compare = |_: usize, row: &[f32]| {
         if failure.is_ok() {
             failure = base.row(&mut stored);
             logits.add(&stored, row);
+            difference.add(&stored, row);
         }
     };
     let mut request = Request {
@@ -97,7 +100,14 @@ fn dump(args: &ParityArgs, opened: &Opened, tokens: &[u32], cancel: Cancel) -> R
     };
     engine.ingest(&mut session, &tokens[..rows], &mut request)?;
     failure?;
-    Ok(Parity { logits, ..Parity::default() })
+    let head = (Stage::Head, opened.model.spec.layers.len(), Intermediate::Logits);
+    Ok(Parity { logits, stages: BTreeMap::from([(head, difference)]), ..Parity::default() })
+}
+
+/// Relative RMS of the differences of the logits.
+fn logits_rms(result: &Parity) -> f64 {
+    let logits = result.stages.iter().find(|((.., what), _)| *what == Intermediate::Logits);
+    logits.map_or(0.0, |(_, difference)| difference.relative_rms())
 }
 
 /// The layers of one intermediate, merged, and the worst of them.
@@ -138,8 +148,11 @@ fn to_text(result: &Parity, passed: bool) -> String {
         .collect();
     if !rows.is_empty() {
         out += &report::table(&["stage", "max error", "rel. RMS", "worst layer's", "layer"], &rows);
-        let (differ, compared) = result.routes;
-        out += &format!("\nexperts     {differ} of {compared} (row, layer) pairs chose others\n");
+        out.push('\n');
+    }
+    let (differ, compared) = result.routes;
+    if compared > 0 {
+        out += &format!("experts     {differ} of {compared} (row, layer) pairs chose others\n");
     }
     let l = &result.logits;
     out += &format!("positions   {}\n", l.positions);
@@ -166,6 +179,7 @@ fn to_json(result: &Parity, passed: bool) -> Value {
         "kl_max": l.kl_max,
         "top1": l.top_share(),
         "logits_max_error": l.max_error,
+        "logits_relative_rms": logits_rms(result),
         "routes_differ": result.routes.0,
         "routes_compared": result.routes.1,
         "stages": stages,
