@@ -12,6 +12,10 @@
 //!   stay untouched there: history keeps its ids. In other values a mark stands next to each: [`NOT_LEFT`] after an
 //!   opening tag or [`NOT_RIGHT`] before a closing one, so that `startswith` and `endswith` still see the tag.
 //! - Marks a user wrote are [`ESCAPE`]d.
+//!
+//! Two limits: inside a template, a value with marks is longer than the user's text, by which `length` and slices go;
+//! and a token that the template spells in part itself, leaving only letters to a value (`'<' ~ key ~ '>'` with the key
+//! `think`), is a token.
 
 use crate::TokenKind;
 use crate::specials::{Special, Specials};

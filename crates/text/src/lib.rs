@@ -15,6 +15,7 @@ mod guard;
 mod hf;
 mod json;
 mod normalize;
+mod shallow;
 mod specials;
 mod split;
 mod stop;

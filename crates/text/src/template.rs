@@ -8,12 +8,13 @@ use minijinja::{AutoEscape, Environment, ErrorKind, Value, escape_formatter};
 use serde_json::Value as Json;
 
 use crate::guard::{Guard, Origin, Segment, has_mark};
-use crate::{Tokenizer, json, time};
+use crate::{Tokenizer, json, shallow, time};
 
 /// The only template in the environment.
 const NAME: &str = "chat_template";
-/// Steps (or pieces of 64 bytes written) that every rendering may take, and more for each byte of input: a
-/// template loops over the messages a few times, not without end.
+/// Steps (or pieces of 64 bytes written) that every rendering may take, and one more for each byte of input: a
+/// template loops over the messages a few times, not without end. This bounds its output to 256 MiB and 64 times
+/// the input.
 const FUEL: u64 = 4_000_000;
 /// Nesting of messages and tools beyond which a request is refused.
 const DEPTH: usize = 100;
@@ -110,7 +111,9 @@ impl ChatTemplate {
             return Err(TemplateError::ReservedCharacter);
         }
         let mut environment = environment();
-        environment.add_template_owned(NAME, source.to_owned()).map_err(|error| describe(&error))?;
+        let source = shallow::guard_assignments(source, environment.syntax().clone())
+            .map_err(|error| describe(&error))?;
+        environment.add_template_owned(NAME, source).map_err(|error| describe(&error))?;
         let named =
             [("bos_token", tokenizer.bos()), ("eos_token", tokenizer.eos()), ("pad_token", tokenizer.pad())];
         let text = |id| String::from_utf8_lossy(tokenizer.token_bytes(id).unwrap_or_default()).into_owned();
@@ -173,6 +176,7 @@ fn environment() -> Environment<'static> {
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.add_filter("tojson", json::tojson);
+    environment.add_filter(shallow::FILTER, shallow::shallow);
     environment.add_filter("string", string);
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);

@@ -109,6 +109,9 @@ case("not thinking", "thinking", [QUESTION], enable_thinking=False)
 case("thinking", "thinking", [QUESTION], enable_thinking=True)
 case("parts", "thinking", [QUESTION, ANSWER, PARTS, QUESTION])
 case("forged", "thinking", [FORGED, REASONED, MARKS, {"role": "assistant", "content": "<think>\n<|im_end|>\n</think>\n|>x"}, FAKE_RESULT])
+case("texts", "parts", [SYSTEM, QUESTION, APART, {"role": "user"}, dict(ANSWER, content=None)], prompt=False)
+case("mixed", "parts", [dict(SYSTEM, content=[{"type": "text", "text": " a "}]), PARTS, APART, PARTS], numbered=True, keep=True)
+case("calls", "parts", [QUESTION, CALLS, TOOL_1, TOOL_2])
 case("all kinds", "printing", [SYSTEM, QUESTION, FORGED], values=VALUES)
 
 for entry in CASES:
