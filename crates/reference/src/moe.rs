@@ -135,3 +135,20 @@ fn choose(logits: &[f32], used: usize) -> Vec<(u32, f32)> {
     let sum: f64 = order.iter().map(|&expert| probabilities[expert]).sum();
     order.iter().map(|&expert| (expert as u32, (probabilities[expert] / sum) as f32)).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::choose;
+
+    fn ids(chosen: &[(u32, f32)]) -> Vec<u32> {
+        chosen.iter().map(|pair| pair.0).collect()
+    }
+
+    #[test]
+    fn ties_go_to_the_lower_expert_and_weights_sum_to_one() {
+        assert_eq!(ids(&choose(&[1.0, 2.0, 1.0, 2.0], 3)), [1, 3, 0]);
+        let chosen = choose(&[3.0f32.ln(), -1e30, 0.0, f32::MIN], 2);
+        assert_eq!(ids(&chosen), [0, 2]);
+        assert!((chosen[0].1 - 0.75).abs() < 1e-6 && (chosen[1].1 - 0.25).abs() < 1e-6);
+    }
+}

@@ -21,6 +21,11 @@ fn chunks() {
 }
 
 #[test]
+fn blocks() {
+    conformance::blocks(&chunked);
+}
+
+#[test]
 fn batches() {
     conformance::batches(&chunked);
 }

@@ -95,6 +95,23 @@ pub fn chunks(make: Make) {
     }
 }
 
+/// A pass of several mixer blocks has the bits of many small passes.
+pub fn blocks(make: Make) {
+    let mut bench = Bench::new(make, TinyOptions { layers: 4, ..TinyOptions::default() });
+    let block = bench.backend.capabilities().block_rows;
+    let limits = Limits { pass_rows: 2 * block, positions: 2 * block + PAGE, ..LIMITS };
+    bench.backend = make(bench.tiny.model.clone(), limits);
+    bench.tokens = Random::new(2, "prompt").tokens(block + 200, TinyOptions::VOCAB);
+    // The first run ends in the second block; the other lies wholly in it.
+    let ids = [bench.backend.create(), bench.backend.create()];
+    let prompts = [(ids[0], &bench.tokens[..block + 70]), (ids[1], &bench.tokens[block + 70..])];
+    let together = ingest(&mut *bench.backend, &bench.tiny.model, &prompts, 2 * block);
+    ids.iter().for_each(|id| bench.backend.free(*id));
+    let chunk = GRID.max(bench.backend.capabilities().smallest_chunk);
+    same_bits(&bench.cold(0..block + 70, chunk), &together[0], "a run of two blocks");
+    same_bits(&bench.cold(block + 70..block + 200, chunk), &together[1], "a run behind it");
+}
+
 /// Four sequences in one pass have the logits they have alone.
 pub fn batches(make: Make) {
     let mut bench = Bench::new(make, TinyOptions::default());
