@@ -14,7 +14,7 @@ pub enum Recipe {
     Iq2Xxs,
     /// Experts IQ1_M, IQ2_XS on the last 8 layers, dense Q4_K, output Q5_K: 19.3 GB for the 80B.
     F2,
-    /// Experts IQ3_XXS with down IQ3_S, dense Q5_K and better: 32 GB for the 80B.
+    /// Experts IQ3_XXS with down IQ3_S, dense Q5_K and better: 32.6 GB for the 80B.
     Iq3Xxs,
     /// Everything F32, for numerical comparisons.
     F32,
