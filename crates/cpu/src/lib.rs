@@ -1,10 +1,10 @@
 //! Backend for processors: threads, vector kernels, weights decoded on use.
 //!
-//! The stages of [`model::Backend`] live in files named after them ([`embed`](mod@embed), `delta`, `attention`,
+//! The stages of [`model::Backend`] live in files named after them (`embed`, `delta`, `attention`,
 //! `moe`, `head`). Below them:
 //!
 //! - `gemm`: products with weights in file form, a panel decoded once for all rows of its group;
-//! - [`kernels`]: vector code, written once, compiled for each [`Variant`], chosen at start;
+//! - `kernels`: vector code, written once, compiled for each [`Variant`], chosen at start;
 //! - `team`, `pool`: threads, and how work is cut between them.
 //!
 //! A row's numbers depend on that row and the weights alone: not on the rows computed with it, the number of
@@ -17,7 +17,7 @@ mod embed;
 mod error;
 mod gemm;
 mod head;
-pub mod kernels;
+mod kernels;
 mod memory;
 mod moe;
 mod open;
