@@ -125,19 +125,19 @@ fn greedy(max_tokens: usize) -> GenerationOptions {
 
 #[test]
 fn answers_end_for_each_of_the_reasons() {
-    let chat = "<|im_start|>user\nWrite a Python function `add`: Return the sum of two numbers.<|im_end|>\n<|im_start|>assistant\n";
+    let chat = "<|im_start|>user\nWrite a Python function `is_sorted`: Return True if the list is sorted.<|im_end|>\n<|im_start|>assistant\n";
     let (text, _, finish) = write(chat, &greedy(64));
     assert_eq!(finish, Finish::Stop);
-    assert!(text.contains("def add") && !text.contains("<|im_end|>"), "{text:?}");
+    assert!(text.contains("def is_sorted") && !text.contains("<|im_end|>"), "{text:?}");
 
     let (short, count, finish) = write(chat, &greedy(5));
     assert_eq!((count, finish), (5, Finish::Length));
     assert!(text.starts_with(&short), "{short:?} {text:?}");
 
-    let stop = GenerationOptions { stop: vec!["nowhere".into(), "add(".into()], ..greedy(64) };
+    let stop = GenerationOptions { stop: vec!["nowhere".into(), "is_sorted(".into()], ..greedy(64) };
     let (cut, _, finish) = write(chat, &stop);
     assert_eq!(finish, Finish::StopText(1));
-    assert_eq!(cut, text.split("add(").next().unwrap());
+    assert_eq!(cut, text.split("is_sorted(").next().unwrap());
 
     let endless = GenerationOptions { ignore_eos: true, ..greedy(1000) };
     let (_, count, finish) = write("import numpy", &endless);
