@@ -109,11 +109,18 @@ synth() { # NAME OPTION...
     synthetic model.gguf "${@:2}"
     logits model.gguf random.ids base.npy
     logits model.gguf random.ids other.npy --ubatch 1
-    report synth "$1" "$(compare model.gguf reference-llama base.npy random.ids)" "$(itself model.gguf random.ids)" reported
+    local result own
+    result=$(compare model.gguf reference-llama base.npy random.ids)
+    own=$(itself model.gguf random.ids)
+    report synth "$1" "$result" "$own" reported
 }
 
 # itself MODEL IDS: mean KL of base.npy and other.npy.
-itself() { printf %.2e "$(field kl_mean "$(compare "$1" base.npy other.npy "$2")")"; }
+itself() {
+    local result
+    result=$(compare "$1" base.npy other.npy "$2") || exit 2
+    printf %.2e "$(field kl_mean "$result")"
+}
 
 # unbroken NAME MODEL IDS: the part `pocket`.
 unbroken() {
@@ -128,15 +135,15 @@ unbroken() {
 
 # layers TYPE LAYER...: the part `layer`; the layers' results become one.
 layers() {
-    local type=$1 layer all=()
+    local type=$1 layer result all=()
     for layer in "${@:2}"; do
         quiet "$oracle" quantize pocket-f32.gguf model.gguf --experts F32 --dense F32 \
             --tensor "blk.$layer.ffn_gate_exps=$type" --tensor "blk.$layer.ffn_up_exps=$type" \
             --tensor "blk.$layer.ffn_down_exps=$type"
         logits model.gguf "text.$layer.ids" base.npy
-        all+=("$(compare model.gguf reference-llama base.npy "text.$layer.ids")")
+        result=$(compare model.gguf reference-llama base.npy "text.$layer.ids")
+        all+=("$result")
     done
-    local result
     result=$(for json in "${all[@]}"; do
         echo "$(field positions "$json") $(field kl_mean "$json") $(field kl_max "$json") $(field top1 "$json")" \
             "$(field logits_relative_rms "$json")"
@@ -149,7 +156,8 @@ layers() {
 
 pocket=$root/models/pocket.gguf
 cat "$root"/scripts/fixtures/*.py "$root"/crates/engine/src/*.rs >text
-"$redlite" tokenize "$pocket" -f text --json | tr -d '[] \n' | tr ',' '\n' | sed -n 1,2048p >text.ids
+"$redlite" tokenize "$pocket" -f text --json >text.json || { echo "failed: redlite tokenize" >&2; exit 2; }
+tr -d '[] \n' <text.json | tr ',' '\n' | sed -n 1,2048p >text.ids
 [[ $(wc -l <text.ids) -ge 2048 ]] || { echo "the text has fewer than 2048 tokens" >&2; exit 2; }
 for layer in {0..7}; do
     sed -n "$((layer * 256 + 1)),$((layer * 256 + 256))p" text.ids >"text.$layer.ids"
