@@ -33,6 +33,9 @@ pub fn run(args: &ParityArgs) -> Result<Outcome, Failure> {
         }
         (Party::Stored(a), Party::Stored(b)) => stored::with_stored(&opened, a, b, tokens.len())?,
     };
+    if [args.max_kl, args.min_top1, args.max_rms].iter().any(|limit| limit.is_nan()) {
+        return Err(Failure::Usage("a limit that is not a number can neither hold nor fail".to_string()));
+    }
     let passed = result.logits.kl_mean() <= args.max_kl
         && result.logits.top_share() >= args.min_top1
         && logits_rms(&result) <= args.max_rms;
@@ -62,7 +65,7 @@ impl Party<'_> {
 }
 
 pub fn limits(args: &ParityArgs, positions: usize) -> Limits {
-    Limits { pass_rows: args.chunk + model::GRID, positions, kv: args.kv.into() }
+    Limits { pass_rows: open::pass_rows(args.chunk, positions), positions, kv: args.kv.into() }
 }
 
 fn backends(

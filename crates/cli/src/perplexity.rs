@@ -12,9 +12,10 @@ use crate::{interrupt, open, prompt};
 
 /// Runs the command.
 pub fn run(args: &PerplexityArgs) -> Result<Outcome, Failure> {
-    let cancel = interrupt::on_ctrl_c()?;
     let text = prompt::text(&args.text)?;
+    let cancel = interrupt::on_ctrl_c()?;
     let opened = open::model(&args.model)?;
+    args.save_base.as_deref().map_or(Ok(()), |path| open::refuse_input(path, &opened.model.gguf))?;
     let mut tokens = opened.tokenizer.encode_text(&text);
     tokens.truncate(args.limit.unwrap_or(usize::MAX));
     if tokens.len() < 2 {
