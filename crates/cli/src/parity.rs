@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::args::{BackendName, ParityArgs};
 use crate::failure::{Failure, Outcome};
 use crate::open::{self, Opened};
-use crate::report;
+use crate::report::{self, Bar};
 use crate::{interrupt, prompt, stored};
 
 /// Runs the command.
@@ -82,7 +82,11 @@ fn backends(
     let mut other = experts.clone();
     let mut a = Side { backend: &mut *left, experts: &mut experts };
     let mut b = Side { backend: &mut *right, experts: &mut other };
-    Ok(parity(&opened.model.spec, &mut a, &mut b, tokens, args.chunk, cancel)?)
+    let bar = Bar::tokens("comparing", tokens.len(), args.json);
+    let mut progress = |done: f64, _| bar.set(done as u64);
+    let result = parity(&opened.model.spec, &mut a, &mut b, tokens, args.chunk, cancel, &mut progress);
+    bar.finish();
+    Ok(result?)
 }
 
 /// Relative RMS of the differences of the logits.

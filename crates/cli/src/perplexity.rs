@@ -40,8 +40,7 @@ pub fn run(args: &PerplexityArgs) -> Result<Outcome, Failure> {
     let mut save = args.save_base.as_deref().map(create).transpose()?;
     let mut failure = None;
     let bar = Bar::tokens("reading", tokens.len(), args.json);
-    let mut visit = |position: usize, logits: &[f32]| {
-        bar.set(position as u64 + 1);
+    let mut visit = |_: usize, logits: &[f32]| {
         let mut step = || -> Result<Option<Vec<f32>>, npy::Error> {
             save.as_mut().map(|save| save.row(logits)).transpose()?;
             let Some(base) = &mut base else { return Ok(None) };
@@ -55,7 +54,9 @@ pub fn run(args: &PerplexityArgs) -> Result<Outcome, Failure> {
             None
         })
     };
-    let result = engine::perplexity(&mut engine, &tokens, window, &cancel, &mut visit);
+    let result = engine::perplexity(&mut engine, &tokens, window, &cancel, &mut visit, &mut |done, _| {
+        bar.set(done as u64)
+    });
     bar.finish();
     if let Some(error) = failure {
         return Err(error.into());
