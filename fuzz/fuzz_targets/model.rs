@@ -29,7 +29,7 @@ fn check(model: &Model, size: usize) {
     if let Ok(weights) = model.load(&mut |_, _| {}) {
         assert_eq!(weights.layers.len(), spec.layers.len());
         assert_eq!(weights.output.rows, spec.vocab);
-        assert_eq!(weights.output.row(spec.vocab - 1).len(), model.embedding.row_bytes());
+        assert_eq!(weights.output.row(spec.vocab - 1).len(), model.weights.output.row_bytes());
     }
     // Matrices and experts lie in the file; only a tied output is counted that is there once.
     assert!(model.dense_bytes() <= 2 * size as u64 && model.expert_bytes() <= size as u64);
