@@ -74,7 +74,8 @@ pub fn start(
     let rows = args.chunk.max(model::GRID) + model::GRID;
     let limits =
         Limits { pass_rows: rows.min(context.max(model::GRID)), positions: context, kv: args.kv.into() };
-    let backend = backend(model, args.backend, args.threads, limits, quiet)?;
+    let options = cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() };
+    let backend = backend(model, args.backend, options, limits, quiet)?;
     let variant = backend.capabilities().variant.clone();
     let experts = Box::new(MappedExperts::new(model));
     let options = Options { chunk: args.chunk, context };
@@ -82,18 +83,17 @@ pub fn start(
     Ok(Started { engine, load: began.elapsed(), variant })
 }
 
-/// A backend by name.
+/// A backend by name; `options` are those of the CPU.
 pub fn backend(
     model: &Arc<Model>,
     name: BackendName,
-    threads: Option<usize>,
+    options: cpu::Options,
     limits: Limits,
     quiet: bool,
 ) -> Result<Box<dyn Backend>, Failure> {
     let rounding = match name {
         BackendName::Cpu => {
             let weights = load(model, quiet)?;
-            let options = cpu::Options { threads, ..cpu::Options::default() };
             return Ok(Box::new(cpu::Cpu::new(model.clone(), weights, limits, options)?));
         }
         BackendName::Reference => reference::Rounding::None,

@@ -43,6 +43,10 @@ pub fn run(args: &ParityArgs) -> Result<Outcome, Failure> {
     Ok(if passed { Outcome::Success } else { Outcome::Negative })
 }
 
+fn options(args: &ParityArgs) -> cpu::Options {
+    cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() }
+}
+
 fn limits(args: &ParityArgs, positions: usize) -> Limits {
     Limits { pass_rows: args.chunk + model::GRID, positions, kv: args.kv.into() }
 }
@@ -55,8 +59,8 @@ fn backends(
     cancel: &Cancel,
 ) -> Result<Parity, Failure> {
     let limits = limits(args, tokens.len());
-    let mut left = open::backend(&opened.model, args.a, args.threads, limits, args.json)?;
-    let mut right = open::backend(&opened.model, b, args.threads, limits, args.json)?;
+    let mut left = open::backend(&opened.model, args.a, options(args), limits, args.json)?;
+    let mut right = open::backend(&opened.model, b, options(args), limits, args.json)?;
     let mut experts = MappedExperts::new(&opened.model);
     let mut other = experts.clone();
     let mut a = Side { backend: &mut *left, experts: &mut experts };
@@ -77,7 +81,7 @@ fn dump(args: &ParityArgs, opened: &Opened, tokens: &[u32], cancel: Cancel) -> R
         )));
     }
     let rows = base.rows().min(tokens.len());
-    let backend = open::backend(&opened.model, args.a, args.threads, limits(args, rows), args.json)?;
+    let backend = open::backend(&opened.model, args.a, options(args), limits(args, rows), args.json)?;
     let experts = Box::new(MappedExperts::new(&opened.model));
     let options = Options { chunk: args.chunk, context: rows };
     let mut engine = Engine::new(opened.model.clone(), backend, experts, options);

@@ -82,6 +82,8 @@ pub(crate) struct Kernels {
     pub(crate) round: fn(&[f32], &mut [Group]),
     /// Whole blocks of up to a panel's rows to integers: see [`int8::fill`].
     pub(crate) fill: Fill,
+    /// Asks for a cache line that will be read soon.
+    pub(crate) prefetch: fn(*const u8),
     /// Products of integers: see [`int8::product`].
     pub(crate) int_product: IntProduct,
     /// Products with columns: see [`product::sum_form`].
@@ -229,6 +231,7 @@ macro_rules! kernels {
             dot_form,
             round: |x, out| unsafe { round(x, out) },
             fill: |ty, rows, columns, panel| unsafe { fill(ty, rows, columns, panel) },
+            prefetch: |_| (),
             int_product,
             sum_form,
             dot: |a, b| unsafe { dot(a, b) },
@@ -259,6 +262,7 @@ static AVX512: Kernels =
 static VNNI: Kernels = Kernels {
     // SAFETY: `table` hands this out only where the features are.
     fill: |ty, rows, columns, panel| unsafe { vnni::fill(ty, rows, columns, panel) },
+    prefetch: vnni::prefetch,
     int_product: vnni::product,
     ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 };

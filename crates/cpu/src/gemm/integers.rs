@@ -85,6 +85,7 @@ pub(super) fn panels<const P: usize>(
     x: Rows<Group>,
     mut emit: impl FnMut(Range<usize>, [&mut [f32]; P]),
 ) {
+    let ahead = distance(&weights);
     let per_row = weights[0].cols / GROUP;
     let blocks = per_row.div_ceil(GROUPS);
     let chunks = x.count().div_ceil(CHUNK);
@@ -103,7 +104,7 @@ pub(super) fn panels<const P: usize>(
             let place = block % kept * P;
             if chunk == 0 {
                 for (weights, panel) in weights.iter().zip(&mut scratch.panels[place..]) {
-                    fill(kernels, weights, &groups, panel);
+                    fill(kernels, weights, (&groups, ahead), panel);
                 }
             }
             let mut tiles = scratch.tile.chunks_exact_mut(CHUNK * PANEL);
@@ -132,12 +133,28 @@ pub(super) fn panels<const P: usize>(
     }
 }
 
-/// Decodes some groups of columns of a panel.
-fn fill(kernels: &Kernels, weights: &Weights, groups: &Range<usize>, panel: &mut Panel) {
+/// Bytes from a panel to the one that will probably take its place: both halves of a pair may come from the
+/// same matrix.
+fn distance(weights: &[Weights]) -> usize {
+    let len = weights[0].bytes.len();
+    match weights.get(1) {
+        Some(other) if other.bytes.as_ptr() == weights[0].bytes.as_ptr_range().end => 2 * len,
+        _ => len,
+    }
+}
+
+/// Decodes some groups of columns of a panel, and asks for the bytes that lie `ahead` of them: rows are far
+/// apart, which the processor does not foresee.
+fn fill(kernels: &Kernels, weights: &Weights, (groups, ahead): (&Range<usize>, usize), panel: &mut Panel) {
     let columns = groups.start * GROUP..groups.end * GROUP;
     let mut rows: [&[u8]; PANEL] = [&[]; PANEL];
     for (row, bytes) in rows.iter_mut().enumerate().take(weights.rows) {
         *bytes = weights.blocks(row, &columns);
+    }
+    for bytes in &rows[..weights.rows] {
+        for at in (0..bytes.len()).step_by(64) {
+            (kernels.prefetch)(bytes.as_ptr().wrapping_add(ahead + at));
+        }
     }
     if weights.rows > 0 {
         (kernels.fill)(weights.ty, &rows[..weights.rows], columns.len(), panel);

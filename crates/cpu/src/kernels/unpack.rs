@@ -97,7 +97,8 @@ fn shifted(value: i32) -> u8 {
 #[inline(always)]
 fn q8_0(block: &[u8; 34], q: &mut [u8; 32], scales: &mut [f32; 1], _: &mut [f32; 1]) {
     scales[0] = half_at(block, 0);
-    q.iter_mut().zip(&block[2..]).for_each(|(q, &byte)| *q = byte ^ 0x80);
+    let bytes: &[u8; 32] = block[2..].first_chunk().expect("in the block");
+    *q = std::array::from_fn(|i| bytes[i] ^ 0x80);
 }
 
 #[inline(always)]
@@ -109,9 +110,7 @@ fn q2_k(block: &[u8; 84], q: &mut [u8; 256], scales: &mut [f32; 16], offsets: &m
     }
     for (i, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
         let bytes: &[u8; 32] = block[16 + i / 4 * 32..].first_chunk().expect("in the block");
-        for (q, &byte) in q.iter_mut().zip(bytes) {
-            *q = (byte >> (i % 4 * 2) & 3) | 0x80;
-        }
+        *q = std::array::from_fn(|j| (bytes[j] >> (i % 4 * 2) & 3) | 0x80);
     }
 }
 
@@ -134,9 +133,7 @@ fn q4_k(block: &[u8; 144], q: &mut [u8; 256], scales: &mut [f32; 8], offsets: &m
     scales_and_mins(block, scales, offsets);
     for (i, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
         let bytes: &[u8; 32] = block[16 + i / 2 * 32..].first_chunk().expect("in the block");
-        for (q, &byte) in q.iter_mut().zip(bytes) {
-            *q = (byte >> (i % 2 * 4) & 15) | 0x80;
-        }
+        *q = std::array::from_fn(|j| (bytes[j] >> (i % 2 * 4) & 15) | 0x80);
     }
 }
 

@@ -8,7 +8,6 @@ use std::arch::x86_64::*;
 
 use quant::Type;
 use quant::codebook::{EVEN_SIGNS, IQ2_MAGNITUDES, IQ2_XXS_GRID};
-use quant::decode::f16_to_f32;
 
 use super::int8::{self, COLUMNS, Form, GROUP, Group, ORDER, PANEL, Panel};
 
@@ -140,13 +139,25 @@ unsafe fn tile<const P: usize, const T: usize, const HALVES: bool, const OFFSET:
     }
 }
 
+/// Asks for a cache line.
+pub(super) fn prefetch(bytes: *const u8) {
+    // SAFETY: a hint, harmless for any address.
+    unsafe { _mm_prefetch::<_MM_HINT_T1>(bytes.cast()) };
+}
+
 /// As [`int8::fill`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")]
 pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
     match ty {
         Type::IQ2_XXS => iq2_xxs(rows, panel),
-        _ => int8::fill(ty, rows, columns, panel, |natural, columns, panel| transpose(natural, columns, panel)),
+        _ => fill_by_tables(ty, rows, columns, panel),
     }
+}
+
+/// As [`int8::fill`], for every type.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")]
+pub(super) fn fill_by_tables(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
+    int8::fill(ty, rows, columns, panel, |natural, columns, panel| transpose(natural, columns, panel));
 }
 
 /// As [`int8::transpose`].
@@ -279,13 +290,13 @@ fn iq2_xxs(rows: &[&[u8]], panel: &mut Panel) {
         let fields = _mm512_set1_epi64(0x352e_2720_150e_0700);
         for block in 0..blocks[0].len() {
             let mut words = [_mm512_setzero_si512(); 16];
-            let mut d = [0.0; PANEL];
+            let mut d = [0u16; PANEL];
             for r in 0..PANEL {
                 let bytes = &blocks[r][block];
                 words[r] = _mm512_loadu_si512(bytes[2..].as_ptr().cast());
-                d[r] = f16_to_f32(u16::from_le_bytes([bytes[0], bytes[1]]));
+                d[r] = u16::from_le_bytes([bytes[0], bytes[1]]);
             }
-            let d = _mm512_loadu_ps(d.as_ptr());
+            let d = _mm512_cvtph_ps(_mm256_loadu_si256(d.as_ptr().cast()));
             let words = transposed(words);
             for run in 0..8 {
                 let (index, field) = (words[2 * run], words[2 * run + 1]);
