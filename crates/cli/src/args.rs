@@ -150,16 +150,16 @@ pub struct RunArgs {
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
     /// 0 takes the most likely token.
-    #[arg(long, value_name = "X", default_value_t = engine::Sampling::default().temperature)]
+    #[arg(long, value_name = "X", default_value_t = engine::Sampling::default().temperature, allow_negative_numbers = true)]
     pub temp: f32,
     /// Keep the K most likely tokens; 0 keeps all.
     #[arg(long, value_name = "K", default_value_t = engine::Sampling::default().top_k)]
     pub top_k: usize,
     /// Keep the most likely tokens whose probabilities sum to this.
-    #[arg(long, value_name = "X", default_value_t = engine::Sampling::default().top_p)]
+    #[arg(long, value_name = "X", default_value_t = engine::Sampling::default().top_p, allow_negative_numbers = true)]
     pub top_p: f32,
     /// Drop tokens less likely than this share of the most likely one.
-    #[arg(long, value_name = "X", default_value_t = 0.0)]
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
     pub min_p: f32,
     /// Lower the logit of every token generated before.
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
@@ -168,7 +168,7 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
     pub frequency_penalty: f32,
     /// Divide it; 1 does nothing.
-    #[arg(long, value_name = "X", default_value_t = 1.0)]
+    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true)]
     pub repeat_penalty: f32,
     /// Same seed, same answer.
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -527,10 +527,9 @@ pub struct LogitsArgs {
 pub struct ParityArgs {
     /// Model file, any shard of a split one, or its folder.
     pub model: PathBuf,
-    /// The backend taken as right.
-    #[arg(value_enum)]
-    pub a: BackendName,
-    /// The other one: a backend, or an .npy file of logits of the same tokens.
+    /// The side taken as right: a backend, or an .npy file of logits of the same tokens.
+    pub a: String,
+    /// The other side: likewise. Stored logits are taken as right when they meet a backend.
     pub b: String,
     /// The tokens.
     #[command(flatten)]

@@ -12,6 +12,7 @@ mod perplexity;
 mod prompt;
 mod report;
 mod run;
+mod stored;
 mod tokenize;
 
 use std::process::ExitCode;

@@ -1,13 +1,13 @@
-//! `redlite parity`: two backends, or a backend and stored logits, side by side.
+//! `redlite parity`: two backends, a backend and stored logits, or two sets of stored logits, side by side.
 
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 
 use clap::ValueEnum;
-use engine::compare::{Agreement, Difference};
+use engine::Cancel;
+use engine::compare::Difference;
 use engine::parity::{Parity, Side, parity};
-use engine::{Cancel, Engine, LogitRows, Options, Request, npy};
 use model::{Intermediate, Limits, MappedExperts, Stage};
 use serde_json::{Value, json};
 
@@ -15,7 +15,7 @@ use crate::args::{BackendName, ParityArgs};
 use crate::failure::{Failure, Outcome};
 use crate::open::{self, Opened};
 use crate::report;
-use crate::{interrupt, prompt};
+use crate::{interrupt, prompt, stored};
 
 /// Runs the command.
 pub fn run(args: &ParityArgs) -> Result<Outcome, Failure> {
@@ -26,10 +26,12 @@ pub fn run(args: &ParityArgs) -> Result<Outcome, Failure> {
     if tokens.is_empty() {
         return Err(engine::Error::EmptyPrompt.into());
     }
-    let result = match BackendName::from_str(&args.b, true) {
-        Ok(b) => backends(args, &opened, b, &tokens, &cancel)?,
-        Err(_) if args.b.ends_with(".npy") => dump(args, &opened, &tokens, cancel)?,
-        Err(_) => return Err(Failure::Usage(format!("`{}` is neither a backend nor an .npy file", args.b))),
+    let result = match (Party::parse(&args.a)?, Party::parse(&args.b)?) {
+        (Party::Backend(a), Party::Backend(b)) => backends(args, &opened, [a, b], &tokens, &cancel)?,
+        (Party::Backend(backend), Party::Stored(path)) | (Party::Stored(path), Party::Backend(backend)) => {
+            stored::with_backend(args, &opened, backend, path, &tokens, cancel)?
+        }
+        (Party::Stored(a), Party::Stored(b)) => stored::with_stored(&opened, a, b, tokens.len())?,
     };
     let passed = result.logits.kl_mean() <= args.max_kl
         && result.logits.top_share() >= args.min_top1
@@ -43,69 +45,46 @@ pub fn run(args: &ParityArgs) -> Result<Outcome, Failure> {
     Ok(if passed { Outcome::Success } else { Outcome::Negative })
 }
 
-fn options(args: &ParityArgs) -> cpu::Options {
+/// One side of a comparison.
+enum Party<'a> {
+    Backend(BackendName),
+    Stored(&'a Path),
+}
+
+impl Party<'_> {
+    fn parse(name: &str) -> Result<Party<'_>, Failure> {
+        match BackendName::from_str(name, true) {
+            Ok(backend) => Ok(Party::Backend(backend)),
+            Err(_) if name.ends_with(".npy") => Ok(Party::Stored(Path::new(name))),
+            Err(_) => Err(Failure::Usage(format!("`{name}` is neither a backend nor an .npy file"))),
+        }
+    }
+}
+
+/// What the CPU is told.
+pub fn options(args: &ParityArgs) -> cpu::Options {
     cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() }
 }
 
-fn limits(args: &ParityArgs, positions: usize) -> Limits {
+pub fn limits(args: &ParityArgs, positions: usize) -> Limits {
     Limits { pass_rows: args.chunk + model::GRID, positions, kv: args.kv.into() }
 }
 
 fn backends(
     args: &ParityArgs,
     opened: &Opened,
-    b: BackendName,
+    [a, b]: [BackendName; 2],
     tokens: &[u32],
     cancel: &Cancel,
 ) -> Result<Parity, Failure> {
     let limits = limits(args, tokens.len());
-    let mut left = open::backend(&opened.model, args.a, options(args), limits, args.json)?;
+    let mut left = open::backend(&opened.model, a, options(args), limits, args.json)?;
     let mut right = open::backend(&opened.model, b, options(args), limits, args.json)?;
     let mut experts = MappedExperts::new(&opened.model);
     let mut other = experts.clone();
     let mut a = Side { backend: &mut *left, experts: &mut experts };
     let mut b = Side { backend: &mut *right, experts: &mut other };
     Ok(parity(&opened.model.spec, &mut a, &mut b, tokens, args.chunk, cancel)?)
-}
-
-/// Compares the logits of backend `a` with stored ones; the stored ones are the base.
-fn dump(args: &ParityArgs, opened: &Opened, tokens: &[u32], cancel: Cancel) -> Result<Parity, Failure> {
-    let path = Path::new(&args.b);
-    let mut base = npy::Reader::open(path)?;
-    let vocab = opened.model.spec.vocab;
-    if base.cols() != vocab {
-        let cols = base.cols();
-        return Err(Failure::Usage(format!(
-            "{}: {cols} columns, the model has {vocab} tokens",
-            path.display()
-        )));
-    }
-    let rows = base.rows().min(tokens.len());
-    let backend = open::backend(&opened.model, args.a, options(args), limits(args, rows), args.json)?;
-    let experts = Box::new(MappedExperts::new(&opened.model));
-    let options = Options { chunk: args.chunk, context: rows };
-    let mut engine = Engine::new(opened.model.clone(), backend, experts, options);
-    let mut session = engine.open();
-    let (mut logits, mut difference) = (Agreement::default(), Difference::default());
-    let mut stored = vec![0.0; vocab];
-    let mut failure = Ok(());
-    let mut compare = |_: usize, row: &[f32]| {
-        if failure.is_ok() {
-            failure = base.row(&mut stored);
-            logits.add(&stored, row);
-            difference.add(&stored, row);
-        }
-    };
-    let mut request = Request {
-        logits: LogitRows::Range(0..rows),
-        on_logits: Some(&mut compare),
-        cancel,
-        ..Request::default()
-    };
-    engine.ingest(&mut session, &tokens[..rows], &mut request)?;
-    failure?;
-    let head = (Stage::Head, opened.model.spec.layers.len(), Intermediate::Logits);
-    Ok(Parity { logits, stages: BTreeMap::from([(head, difference)]), ..Parity::default() })
 }
 
 /// Relative RMS of the differences of the logits.

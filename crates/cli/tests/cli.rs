@@ -228,8 +228,14 @@ fn logits_perplexity_and_parity_agree_with_each_other() {
     let args = ["parity", &pocket(), "reference", &npy, "-f", &text, "--kv", "f32"];
     assert!(ok(&args).contains("passed"));
     fails_with_negative(&[&args[..], &["--max-kl", "0"]].concat());
+    fails_with_negative(&[&args[..], &["--max-rms", "0"]].concat());
+    let stored = ["parity", &pocket(), &npy, &npy, "-f", &text, "--max-kl", "0", "--max-rms", "0"];
+    assert!(ok(&stored).contains("positions   100\n"));
+    let neither = ["parity", &pocket(), "reference", "gpu", "-f", &text];
+    fails(&neither, 2, &["`gpu`", "neither a backend nor"]);
 
-    let both = json(&["parity", &pocket(), "reference", "cpu", "-f", &text, "--limit", "100", "--json", "--exact"]);
+    let both =
+        json(&["parity", &pocket(), "reference", "cpu", "-f", &text, "--limit", "100", "--json", "--exact"]);
     assert_eq!((&both["passed"], &both["routes_differ"]), (&true.into(), &0.into()));
     assert_eq!(
         both["stages"].as_array().unwrap().len(),

@@ -17,15 +17,17 @@ pub fn argmax(values: &[f32]) -> usize {
         .expect("a row has values")
 }
 
-/// Kullback-Leibler divergence in nats from the distribution of `base` to that of `other`.
+/// Kullback-Leibler divergence in nats from the distribution of `base` to that of `other`; infinite if one of
+/// them is none because a logit is not a number.
 pub fn kl(base: &[f32], other: &[f32]) -> f64 {
     let (norm_base, norm_other) = (log_sum_exp(base), log_sum_exp(other));
     let terms = base.iter().zip(other).map(|(&b, &o)| {
         let log_base = f64::from(b) - norm_base;
         log_base.exp() * (log_base - (f64::from(o) - norm_other))
     });
+    let sum: f64 = terms.sum();
     // Rounding may leave a tiny negative sum where the two are equal.
-    terms.sum::<f64>().max(0.0)
+    if sum.is_nan() { f64::INFINITY } else { sum.max(0.0) }
 }
 
 /// Agreement of logits over many positions.
@@ -115,5 +117,8 @@ mod tests {
         let mut difference = Difference::default();
         difference.add(&[1.0, f32::NAN], &[1.0, 2.0]);
         assert_eq!(difference.max_error, f64::INFINITY);
+        for (base, other) in [([1.0, f32::NAN], [1.0, 2.0]), ([1.0, 2.0], [f32::NAN, 2.0])] {
+            assert_eq!(kl(&base, &other), f64::INFINITY);
+        }
     }
 }

@@ -23,15 +23,21 @@ pub enum LogitRows {
     Range(Range<usize>),
 }
 
+/// Hears the logits of a row: index into the tokens of the request, vocabulary numbers.
+pub type OnLogits<'a> = dyn FnMut(usize, &[f32]) + 'a;
+
+/// Hears how far reading is, in tokens (a fraction of the current chunk counts): done, total.
+pub type OnProgress<'a> = dyn FnMut(f64, usize) + 'a;
+
 /// What is wanted of an ingestion, and who listens.
 #[derive(Default)]
 pub struct Request<'a> {
     /// Whose logits.
     pub logits: LogitRows,
-    /// Hears each wanted row: index into the tokens of the request, logits.
-    pub on_logits: Option<&'a mut dyn FnMut(usize, &[f32])>,
-    /// Hears how far reading is, in tokens (a fraction of the current chunk counts): done, total.
-    pub on_progress: Option<&'a mut dyn FnMut(f64, usize)>,
+    /// Hears each wanted row.
+    pub on_logits: Option<&'a mut OnLogits<'a>>,
+    /// Hears the progress.
+    pub on_progress: Option<&'a mut OnProgress<'a>>,
     /// Watches every stage.
     pub observer: Option<&'a mut dyn Observer>,
     /// Stops the work at its next step.

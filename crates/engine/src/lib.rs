@@ -23,6 +23,6 @@ pub use chunks::chunks;
 pub use engine::{Engine, Options, Session};
 pub use error::{Error, Result};
 pub use generation::{Finish, Generation, GenerationOptions, Token};
-pub use ingestion::{Ingested, Ingestion, LogitRows, Request};
-pub use perplexity::{Perplexity, perplexity};
+pub use ingestion::{Ingested, Ingestion, LogitRows, OnLogits, OnProgress, Request};
+pub use perplexity::{Perplexity, Visit, perplexity};
 pub use sampler::{Sampler, Sampling};

@@ -112,9 +112,9 @@ impl Reader {
         }
         let mut header = vec![0; usize::from(u16::from_le_bytes([start[8], start[9]]))];
         file.read_exact(&mut header).map_err(io)?;
-        let header = String::from_utf8_lossy(&header).into_owned();
-        let (rows, cols) =
-            shape(&header).ok_or_else(|| bad(&format!("its header is `{}`", header.trim())))?;
+        let header = String::from_utf8(header).map_err(|_| bad("its header is not text"))?;
+        let (rows, cols) = shape(&header)
+            .ok_or_else(|| bad(&format!("its header is `{}`", header.trim().escape_default())))?;
         let data = rows.checked_mul(cols).and_then(|n| n.checked_mul(4));
         if data.and_then(|n| n.checked_add(10 + header.len())).map(|n| n as u64) != Some(size) {
             return Err(bad(&format!("{size} bytes do not hold {rows} × {cols} numbers")));
@@ -192,6 +192,11 @@ mod tests {
         assert_eq!((bytes.len() - 24) % 64, 0);
         std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
         assert!(Reader::open(&path).unwrap_err().to_string().contains("do not hold 2 × 3"));
+        // A byte that is not text must not shift where the data starts.
+        let mut broken = bytes.clone();
+        broken[11] = 0xff;
+        std::fs::write(&path, &broken).unwrap();
+        assert!(Reader::open(&path).unwrap_err().to_string().contains("not text"));
         std::fs::write(&path, b"\x93NUMPY\x01\x00\xff\xff").unwrap();
         assert!(Reader::open(&path).is_err());
         std::fs::remove_file(&path).unwrap();

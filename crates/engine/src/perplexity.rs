@@ -34,9 +34,12 @@ impl Perplexity {
     }
 }
 
+/// Sees the logits of every predicting position in order (index into the tokens) and may return those of a base
+/// run to compare with.
+pub type Visit<'a> = dyn FnMut(usize, &[f32]) -> Option<Vec<f32>> + 'a;
+
 /// Reads `tokens` in windows of `window`, each from an empty session, and scores every token but a
-/// window's first. `visit` sees the logits of every predicting position in order and may return those of a
-/// base run to compare with.
+/// window's first.
 ///
 /// # Errors
 /// Those of [`Engine::ingest`]; `visit`'s own are its caller's business.
@@ -45,7 +48,7 @@ pub fn perplexity(
     tokens: &[u32],
     window: usize,
     cancel: &Cancel,
-    visit: &mut dyn FnMut(usize, &[f32]) -> Option<Vec<f32>>,
+    visit: &mut Visit<'_>,
 ) -> Result<Perplexity> {
     let mut total = Perplexity::default();
     for (index, part) in tokens.chunks(window.max(2)).enumerate().filter(|(_, part)| part.len() > 1) {

@@ -114,7 +114,7 @@ pub trait Backend: Send {
     /// A new sequence that shares the state of another.
     fn fork(&mut self, sequence: SequenceId) -> Result<SequenceId>;
 
-    /// Forgets a sequence.
+    /// Forgets a sequence. No open pass may name it: commit or abort that first.
     fn free(&mut self, sequence: SequenceId);
 
     /// Tokens in a sequence.

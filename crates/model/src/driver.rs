@@ -55,8 +55,8 @@ impl ExpertSource for MappedExperts {
 
 /// Watches a pass: profile, dumps, parity.
 pub trait Observer {
-    /// A step has been called; the backend can be read. `elapsed` is the time of the call, which is the
-    /// time of the work only on backends that do not enqueue.
+    /// A step has been called; the backend can be read. `elapsed` is the time of its calls (experts may take
+    /// several), which is the time of the work only on backends that do not enqueue.
     fn after(
         &mut self,
         step: &Step,
@@ -99,6 +99,8 @@ pub struct Driver {
     steps: Vec<Step>,
     next: usize,
     waves_open: bool,
+    /// Time of the calls of the step so far: experts may take several.
+    spent: Duration,
 }
 
 impl Driver {
@@ -109,7 +111,7 @@ impl Driver {
     pub fn begin(backend: &mut dyn Backend, spec: &Spec, pass: &Pass) -> Result<Driver> {
         pass.check(spec.vocab)?;
         let steps = plan(spec, pass, backend.capabilities().block_rows);
-        Ok(Driver { pass: backend.begin(pass)?, steps, next: 0, waves_open: false })
+        Ok(Driver { pass: backend.begin(pass)?, steps, next: 0, waves_open: false, spent: Duration::ZERO })
     }
 
     /// The open pass.
@@ -150,8 +152,9 @@ impl Driver {
                     true
                 }
             };
+            self.spent += started.elapsed();
             if complete {
-                observer.after(step, started.elapsed(), backend, self.pass)?;
+                observer.after(step, std::mem::take(&mut self.spent), backend, self.pass)?;
                 self.next += 1;
             }
         }

@@ -6,6 +6,9 @@ use quant::Type;
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Why a file is not a model we can run, or why running it failed.
+///
+/// Messages show strings of the file shortened and without control characters, so that a hostile file can
+/// neither flood nor steer a terminal.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -23,7 +26,7 @@ pub enum Error {
     },
 
     /// The file holds another kind of model.
-    #[error("architecture `{found}` is not supported: this program runs `qwen3next` models")]
+    #[error("architecture `{}` is not supported: this program runs `qwen3next` models", label(.found))]
     Architecture {
         /// `general.architecture` of the file.
         found: String,
@@ -79,7 +82,7 @@ pub enum Error {
     },
 
     /// Tensors that change the mathematics in a way that is not implemented.
-    #[error("unsupported tensors that change the result: {}; refusing to compute without them", .names.join(", "))]
+    #[error("unsupported tensors that change the result: {}; refusing to compute without them", list(.names.iter()))]
     UnsupportedTensors {
         /// Their names.
         names: Vec<String>,
@@ -139,9 +142,33 @@ pub enum Error {
 }
 
 fn list_types(tensors: &[(String, u32)]) -> String {
-    let shown: Vec<String> =
-        tensors.iter().take(8).map(|(name, id)| format!("`{name}` (type id {id})")).collect();
-    let more = tensors.len().saturating_sub(shown.len());
+    listed(tensors.iter().map(|(name, id)| format!("`{}` (type id {id})", label(name))))
+}
+
+/// Names of tensors, the first few of them.
+pub(crate) fn list(names: impl ExactSizeIterator<Item = impl AsRef<str>>) -> String {
+    listed(names.map(|name| format!("`{}`", label(name.as_ref()))))
+}
+
+fn listed(items: impl ExactSizeIterator<Item = String>) -> String {
+    const SHOWN: usize = 8;
+    let more = items.len().saturating_sub(SHOWN);
     let tail = if more > 0 { format!(" and {more} more") } else { String::new() };
-    format!("{}{tail}", shown.join(", "))
+    format!("{}{tail}", items.take(SHOWN).collect::<Vec<_>>().join(", "))
+}
+
+/// A string from a file as messages show it: at most a hundred characters, control characters escaped.
+pub(crate) fn label(text: &str) -> String {
+    const LONGEST: usize = 100;
+    let mut label = String::new();
+    for c in text.chars().take(LONGEST) {
+        match c.is_control() {
+            true => label.extend(c.escape_default()),
+            false => label.push(c),
+        }
+    }
+    if text.chars().nth(LONGEST).is_some() {
+        label.push('…');
+    }
+    label
 }

@@ -40,7 +40,15 @@ impl Model {
     /// [`Error::Gguf`] for a broken container; the other variants name the key or tensor at fault. Nothing
     /// of a tensor's size has been allocated by then.
     pub fn open(path: &Path) -> Result<Model> {
-        find::model(Gguf::open(path)?)
+        Model::from_gguf(Gguf::open(path)?)
+    }
+
+    /// As [`Model::open`], for a container that is open already.
+    ///
+    /// # Errors
+    /// As [`Model::open`].
+    pub fn from_gguf(gguf: Gguf) -> Result<Model> {
+        find::model(gguf)
     }
 
     /// Decodes the embedding of `token` into `out`, hidden numbers.

@@ -2,7 +2,7 @@
 
 use gguf::{Array, Metadata, Value};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, label};
 
 /// The kind of a layer's mixer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -220,26 +220,9 @@ impl Keys<'_> {
     fn layer_kinds(&self, blocks: usize, trunk: usize) -> Result<Vec<LayerKind>> {
         let kind = |recurrent: bool| if recurrent { LayerKind::Delta } else { LayerKind::Attention };
         let key = "attention.recurrent_layers";
-        if let Some(value) = self.metadata.get(&Keys::name(key)) {
-            let flags: Option<Vec<i64>> = match value {
-                Value::Array(Array::Bool(flags)) => Some(flags.iter().map(|&f| f.into()).collect()),
-                _ => None,
-            };
-            let is_flags = flags.is_some();
-            let list = match flags {
-                Some(flags) => flags,
-                None => self.metadata.ints(&Keys::name(key))?.unwrap_or_default(),
-            };
-            if is_flags || (list.len() == blocks && list.iter().all(|&f| f == 0 || f == 1)) {
-                if list.len() < trunk {
-                    return self.bad(key, format!("{} flags", list.len()), format!("{blocks} flags"));
-                }
-                return Ok(list[..trunk].iter().map(|&f| kind(f != 0)).collect());
-            }
-            if list.iter().any(|&i| i < 0 || i as usize >= blocks) {
-                return self.bad(key, format!("{list:?}"), format!("layer numbers below {blocks}"));
-            }
-            return Ok((0..trunk).map(|i| kind(list.contains(&(i as i64)))).collect());
+        if self.metadata.contains(&Keys::name(key)) {
+            let recurrent = self.recurrent_layers(key, blocks, trunk)?;
+            return Ok(recurrent[..trunk].iter().map(|&recurrent| kind(recurrent)).collect());
         }
         let interval = match self.optional("full_attention_interval")? {
             None => 4,
@@ -247,6 +230,31 @@ impl Keys<'_> {
             Some(n) => n,
         };
         Ok((0..trunk).map(|i| kind(!(i + 1).is_multiple_of(interval))).collect())
+    }
+
+    /// A flag for each block: from flags for all blocks or those of the trunk, or from ascending layer numbers.
+    /// Numbers that are all 0 or 1 are flags if there are as many of them as flags.
+    fn recurrent_layers(&self, key: &str, blocks: usize, trunk: usize) -> Result<Vec<bool>> {
+        let (list, bools) = match self.metadata.get(&Keys::name(key)) {
+            Some(Value::Array(Array::Bool(flags))) => (flags.iter().map(|&f| f.into()).collect(), true),
+            _ => (self.metadata.ints(&Keys::name(key))?.unwrap_or_default(), false),
+        };
+        let complete = list.len() == blocks || list.len() == trunk;
+        if bools && !complete {
+            return self.bad(key, format!("{} flags", list.len()), format!("{blocks} flags"));
+        }
+        if complete && list.iter().all(|&f| f == 0 || f == 1) {
+            return Ok(list.iter().map(|&f| f == 1).collect());
+        }
+        if let Some(bad) = list.iter().find(|&&i| i < 0 || i >= blocks as i64) {
+            return self.bad(key, format!("a list with {bad}"), format!("layer numbers below {blocks}"));
+        }
+        if !list.is_sorted_by(|a, b| a < b) {
+            return self.bad(key, "neither a flag for each block nor ascending", "one of the two");
+        }
+        let mut flags = vec![false; blocks];
+        list.iter().for_each(|&i| flags[i as usize] = true);
+        Ok(flags)
     }
 
     fn attention(&self) -> Result<AttentionSpec> {
@@ -261,8 +269,12 @@ impl Keys<'_> {
             return self.bad("attention.value_length", value_dim, format!("{head_dim}, as the key length"));
         }
         let rope_dims = self.optional("rope.dimension_count")?.unwrap_or(head_dim);
-        if rope_dims > head_dim || rope_dims % 2 == 1 {
-            return self.bad("rope.dimension_count", rope_dims, format!("an even number up to {head_dim}"));
+        if rope_dims == 0 || rope_dims > head_dim || rope_dims % 2 == 1 {
+            return self.bad(
+                "rope.dimension_count",
+                rope_dims,
+                format!("an even number from 2 to {head_dim}"),
+            );
         }
         let base = self.metadata.f32(&Keys::name("rope.freq_base"))?.unwrap_or(10_000.0);
         if !(base.is_finite() && base > 1.0) {
@@ -281,7 +293,10 @@ impl Keys<'_> {
         let mut set = list.iter().filter(|&&n| n != 0);
         match set.next() {
             Some(&n) if n > 0 && n <= LARGEST as i64 && set.all(|&m| m == n) => Ok(n as usize),
-            _ => self.bad(key, format!("{list:?}"), "the same positive number in every attention layer"),
+            _ => {
+                let found = format!("an array of {} numbers", list.len());
+                self.bad(key, found, "the same positive number in every attention layer")
+            }
         }
     }
 
@@ -332,11 +347,21 @@ impl Keys<'_> {
         Ok(MoeSpec { experts, used, widths, shared_width })
     }
 
+    /// A factor without a type scales linearly, as in other readers; the type `none` makes the factor void.
     fn refuse_rope_scaling(&self) -> Result<()> {
-        let kind = self.metadata.str(&Keys::name("rope.scaling.type"))?.unwrap_or("none");
-        let factor = self.metadata.f32(&Keys::name("rope.scaling.factor"))?.unwrap_or(1.0);
-        if kind != "none" && factor != 1.0 {
-            return self.bad("rope.scaling.type", format!("`{kind}` with factor {factor}"), "no scaling");
+        let kind = self.metadata.str(&Keys::name("rope.scaling.type"))?.unwrap_or("linear");
+        if kind == "none" {
+            return Ok(());
+        }
+        if kind != "linear" && kind != "yarn" {
+            return self.bad("rope.scaling.type", format!("`{}`", label(kind)), "no scaling");
+        }
+        // Of these types, factors of 1 (or 0: not set) change nothing.
+        for key in ["rope.scaling.factor", "rope.scaling.attn_factor", "rope.scale_linear"] {
+            let factor = self.metadata.f32(&Keys::name(key))?.unwrap_or(1.0);
+            if factor != 1.0 && factor != 0.0 {
+                return self.bad(key, format!("{factor} (scaling `{kind}`)"), "no scaling");
+            }
         }
         Ok(())
     }
@@ -346,6 +371,10 @@ impl Keys<'_> {
         let key = "expert_gating_func";
         if let Some(function) = self.optional(key)?.filter(|&f| f > 1) {
             return self.bad(key, function, "1 (softmax)");
+        }
+        let key = "expert_group_count";
+        if let Some(groups) = self.optional(key)?.filter(|&groups| groups > 1) {
+            return self.bad(key, groups, "1: the router chooses among all experts");
         }
         if self.metadata.bool(&Keys::name("expert_weights_norm"))? == Some(false) {
             return self.bad("expert_weights_norm", false, "true");

@@ -3,7 +3,7 @@
 use gguf::Metadata;
 use text::{TokenKind, Vocabulary};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, label};
 
 /// Reads the vocabulary from `tokenizer.ggml.*`. It is not checked beyond being there:
 /// [`text::Tokenizer::new`] does that.
@@ -14,7 +14,7 @@ pub fn vocabulary(metadata: &Metadata) -> Result<Vocabulary> {
     let missing = |key: &str, meaning| Error::MissingKey { key: key.to_string(), meaning };
     let kind = metadata.str("tokenizer.ggml.model")?.unwrap_or("(none)");
     if kind != "gpt2" {
-        let (key, found) = ("tokenizer.ggml.model".to_string(), format!("`{kind}`"));
+        let (key, found) = ("tokenizer.ggml.model".to_string(), format!("`{}`", label(kind)));
         return Err(Error::BadKey { key, found, expected: "`gpt2` (byte-level BPE)".to_string() });
     }
     let strings = |key: &str, meaning| match metadata.strings(key) {

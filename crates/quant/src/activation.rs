@@ -17,8 +17,8 @@
 //! rounds ties away from zero, which moves a value by one step once in a long while.
 //!
 //! Q8_1 also stores the sum of a block's integers times its scale, which multiplies the minimum of Q4_1 and
-//! Q5_1 blocks. It is computed with the unrounded scale and then rounded to f16, so that products with the
-//! minimum differ by up to 2^-10 of themselves from what the rounded activations give.
+//! Q5_1 blocks. It is computed with the unrounded scale and then rounded to f16, so that it differs from the sum
+//! of the rounded activations by up to 2^-10 of itself: [`q8_1_sum_errors`], to be multiplied with [`minima`].
 
 use half::{bf16, f16};
 
@@ -80,9 +80,37 @@ pub fn round_q8_0(values: &mut [f32]) {
     }
 }
 
-/// Rounds `values` to Q8_1, in blocks of 32: the same values as [`round_q8_0`]; see the module on the sums.
+/// Rounds `values` to Q8_1, in blocks of 32: the same values as [`round_q8_0`]. [`q8_1_sum_errors`] says how far
+/// the sums that Q8_1 stores are from those of the rounded values.
 pub fn round_q8_1(values: &mut [f32]) {
     round_q8_0(values);
+}
+
+/// For each block of 32 of `values`, not yet rounded: the sum that Q8_1 stores minus the sum of the values that
+/// [`round_q8_1`] makes.
+pub fn q8_1_sum_errors(values: &[f32]) -> Vec<f32> {
+    let error = |block: &[f32]| {
+        let largest = extreme(block).abs();
+        if largest == 0.0 {
+            return 0.0;
+        }
+        let (scale, factor) = (largest / 127.0, 127.0 / largest);
+        let sum: f32 = block.iter().map(|value| (value * factor).round_ties_even()).sum();
+        f16::from_f32(scale * sum).to_f32() - f16::from_f32(scale).to_f32() * sum
+    };
+    values.chunks(32).map(error).collect()
+}
+
+/// What the blocks of a row add to all their weights, where activations are rounded to Q8_1 and their sums
+/// multiply it: one number for each block of 32. Empty for other types.
+pub fn minima(ty: Type, row: &[u8]) -> Vec<f32> {
+    if ty.activation() != Activation::Q8_1 {
+        return Vec::new();
+    }
+    // Both types begin with the scale and the minimum, each an f16.
+    row.chunks_exact(ty.block_bytes())
+        .map(|block| f16::from_le_bytes([block[2], block[3]]).to_f32())
+        .collect()
 }
 
 /// Rounds `values` to Q8_K, in blocks of 256. Short and non-finite blocks: as in [`round_q8_0`].

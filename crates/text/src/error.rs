@@ -42,7 +42,7 @@ pub enum Error {
     #[error("control token {0} is an empty string")]
     EmptyControlToken(u32),
     /// A byte has no token of its own, so some text could not be encoded.
-    #[error("no token stands for the single byte {0:#04x}; this is not a byte-level vocabulary")]
+    #[error("no normal token stands for the single byte {0:#04x}; this is not a byte-level vocabulary")]
     MissingByte(u8),
     /// A merge is not two tokens separated by one space.
     #[error("merge {index} (`{merge}`) is not two tokens separated by one space")]

@@ -65,7 +65,7 @@ impl Tokenizer {
         Ok(Tokenizer {
             splitter,
             nfc,
-            bpe: bpe(&ids, &merges)?,
+            bpe: bpe(&ids, &kinds, &merges)?,
             specials: specials(&tokens, &kinds)?,
             kinds,
             bytes,
@@ -242,11 +242,15 @@ fn specials(tokens: &[String], kinds: &[TokenKind]) -> Result<Specials, Error> {
     Ok(Specials::new(specials))
 }
 
-fn bpe(ids: &HashMap<&str, u32>, merges: &[String]) -> Result<Bpe, Error> {
+/// Text is spelled with normal tokens only. A merge that makes another kind of token is left out: a file may declare a
+/// word a control token, and then text must be unable to spell it.
+fn bpe(ids: &HashMap<&str, u32>, kinds: &[TokenKind], merges: &[String]) -> Result<Bpe, Error> {
+    let is_normal = |id: u32| kinds[id as usize] == TokenKind::Normal;
     let mut bytes = [0; 256];
     for (byte, id) in (0u8..=255).zip(&mut bytes) {
         let token = char_of_byte(byte);
-        *id = *ids.get(token.encode_utf8(&mut [0; 4]) as &str).ok_or(Error::MissingByte(byte))?;
+        let normal = ids.get(token.encode_utf8(&mut [0; 4]) as &str).filter(|&&id| is_normal(id));
+        *id = *normal.ok_or(Error::MissingByte(byte))?;
     }
     let mut bpe = Bpe::new(bytes, merges.len());
     let mut joined = String::new();
@@ -266,7 +270,7 @@ fn bpe(ids: &HashMap<&str, u32>, merges: &[String]) -> Result<Bpe, Error> {
         };
         let rank = u32::try_from(index).map_err(|_| Error::TooLarge(format!("{} merges", merges.len())))?;
         let (left, right, made) = (id(left)?, id(right)?, Merge { rank, token: id(&joined)? });
-        if !bpe.insert(left, right, made) {
+        if is_normal(made.token) && !bpe.insert(left, right, made) {
             return Err(Error::DuplicateMerge { index, merge: merge.clone() });
         }
     }

@@ -72,6 +72,11 @@ fn each_defect_of_the_arrays_is_named() {
         v.tokens[at] = "lost".to_owned();
     };
     assert_eq!(refused(lost), Error::MissingByte(b'a'));
+    let steering = |v: &mut Vocabulary| {
+        let at = v.tokens.iter().position(|token| token == "a").expect("a");
+        v.kinds[at] = TokenKind::Control;
+    };
+    assert_eq!(refused(steering), Error::MissingByte(b'a'), "text cannot be spelled with control tokens");
     for bad in ["", " ", "ab", "a ", " b", "a b c", "a  b"] {
         assert_eq!(
             refused(|v| v.merges[5] = bad.to_owned()),
@@ -91,6 +96,21 @@ fn each_defect_of_the_arrays_is_named() {
     assert_eq!(Vocabulary::kinds_from_gguf(&[6, -1]), Err(Error::UnknownKind { id: 1, value: -1 }));
     for kind in 1..=6 {
         assert_eq!(TokenKind::from_gguf(kind).map(|kind| i64::from(kind.to_gguf())), Some(kind));
+    }
+}
+
+#[test]
+fn merges_make_no_control_tokens_of_text() {
+    let mut vocabulary = vocabulary();
+    let the = vocabulary.tokens.iter().position(|token| token == "Ġthe").expect("a common word");
+    let plain = Tokenizer::new(vocabulary.clone()).expect("a good vocabulary");
+    assert_eq!(plain.encode_text(" the"), [the as u32]);
+    for kind in [TokenKind::Control, TokenKind::UserDefined, TokenKind::Unused] {
+        vocabulary.kinds[the] = kind;
+        let tokenizer = Tokenizer::new(vocabulary.clone()).expect("an odd vocabulary, but a safe one");
+        let ids = tokenizer.encode_text(" the");
+        assert!(ids.iter().all(|&id| tokenizer.kind(id) == Some(TokenKind::Normal)), "{kind:?}: {ids:?}");
+        assert_eq!(tokenizer.decode(&ids), " the", "{kind:?}");
     }
 }
 

@@ -55,14 +55,8 @@ pub(crate) struct Group {
 
 impl Group {
     /// All zeros.
-    pub(crate) const ZERO: Group = Group {
-        q: [0; GROUP],
-        scale: 0.0,
-        start: 0,
-        half_starts: [0; 2],
-        sum: 0.0,
-        half_sums: [0.0; 2],
-    };
+    pub(crate) const ZERO: Group =
+        Group { q: [0; GROUP], scale: 0.0, start: 0, half_starts: [0; 2], sum: 0.0, half_sums: [0.0; 2] };
 }
 
 /// Runs of a type's weights.

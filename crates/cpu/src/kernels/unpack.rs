@@ -16,10 +16,8 @@ pub(crate) fn is_integer(ty: Type) -> bool {
 
 /// The runs of a type.
 pub(crate) fn form(ty: Type) -> Form {
-    let halves = matches!(
-        ty,
-        Type::Q2_K | Type::Q3_K | Type::Q6_K | Type::IQ2_XS | Type::IQ2_S | Type::IQ1_M
-    );
+    let halves =
+        matches!(ty, Type::Q2_K | Type::Q3_K | Type::Q6_K | Type::IQ2_XS | Type::IQ2_S | Type::IQ1_M);
     let offset = matches!(ty, Type::Q2_K | Type::Q4_K | Type::Q5_K | Type::Q4_1 | Type::Q5_1);
     Form { halves, offset }
 }
@@ -299,8 +297,7 @@ fn iq3_s(block: &[u8; 110], q: &mut [u8; 256], scales: &mut [f32; 8], _: &mut [f
     }
     for (group, q) in q.as_chunks_mut().0.iter_mut().enumerate() {
         let ninth = usize::from(block[66 + group / 4]) >> (group % 4 * 2);
-        let row =
-            |i: usize| book::IQ3_S_GRID[usize::from(block[2 + 2 * group + i]) | (ninth >> i & 1) << 8];
+        let row = |i: usize| book::IQ3_S_GRID[usize::from(block[2 + 2 * group + i]) | (ninth >> i & 1) << 8];
         signed(pair(row(0), row(1)), block[74 + group], q);
     }
 }

@@ -32,9 +32,15 @@ pub(super) unsafe fn product(
             (&[a, b], false, true) => tiles::<2, false, true>(x, [a, b], groups, add),
             (&[a, b], true, false) => tiles::<2, true, false>(x, [a, b], groups, add),
             (&[a, b], true, true) => tiles::<2, true, true>(x, [a, b], groups, add),
-            (panels, false, false) => panels.iter().for_each(|&a| tiles::<1, false, false>(x, [a], groups, add)),
-            (panels, false, true) => panels.iter().for_each(|&a| tiles::<1, false, true>(x, [a], groups, add)),
-            (panels, true, false) => panels.iter().for_each(|&a| tiles::<1, true, false>(x, [a], groups, add)),
+            (panels, false, false) => {
+                panels.iter().for_each(|&a| tiles::<1, false, false>(x, [a], groups, add))
+            }
+            (panels, false, true) => {
+                panels.iter().for_each(|&a| tiles::<1, false, true>(x, [a], groups, add))
+            }
+            (panels, true, false) => {
+                panels.iter().for_each(|&a| tiles::<1, true, false>(x, [a], groups, add))
+            }
             (panels, true, true) => panels.iter().for_each(|&a| tiles::<1, true, true>(x, [a], groups, add)),
         }
     }

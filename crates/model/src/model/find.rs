@@ -1,10 +1,12 @@
 //! Finding the tensors a shape demands, whatever layout the file has them in.
 
+use std::collections::HashMap;
+
 use gguf::{Gguf, TensorInfo, TensorType};
 use quant::Type;
 
 use super::{Model, shape_text};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, list};
 use crate::spec::{LayerKind, Spec};
 use crate::weights::{
     AttentionWeights, DeltaWeights, ExpertLayout, ExpertTensor, Layer, MatrixInfo, Mixer, MoeWeights, Part,
@@ -14,13 +16,13 @@ use crate::weights::{
 /// Finds, checks and names every tensor of the model in `gguf`.
 pub(super) fn model(gguf: Gguf) -> Result<Model> {
     // The architecture first: a missing tensor of another kind of model would only confuse.
-    let vocab = match gguf.tensor("token_embd.weight") {
-        Some(info) => info.dims.get(1).copied().unwrap_or(0) as usize,
-        None => 0,
-    };
-    let spec = Spec::from_metadata(gguf.metadata(), vocab)?;
+    let mut spec = Spec::from_metadata(gguf.metadata(), 0)?;
     refuse_unsupported(&gguf, &spec)?;
-    let mut find = Finder { gguf: &gguf, used: vec![false; gguf.tensors().len()] };
+    spec.vocab = vocabulary_rows(&gguf, spec.hidden)?;
+    let vocab = spec.vocab;
+    let by_name = gguf.tensors().iter().enumerate().map(|(index, info)| (info.name.as_str(), index));
+    let mut find =
+        Finder { gguf: &gguf, by_name: by_name.collect(), used: vec![false; gguf.tensors().len()] };
     let embedding = find.matrix("token_embd.weight", vocab, spec.hidden)?;
     let tied = gguf.tensor("output.weight").is_none();
     let output = if tied { embedding.clone() } else { find.matrix("output.weight", vocab, spec.hidden)? };
@@ -34,6 +36,18 @@ pub(super) fn model(gguf: Gguf) -> Result<Model> {
     let warnings = find.unused(&spec);
     let weights = Weights { layers, output_norm, output };
     Ok(Model { spec, embedding, weights, experts, tied, warnings, gguf })
+}
+
+/// Rows of the token embedding, which no metadata key tells.
+fn vocabulary_rows(gguf: &Gguf, hidden: usize) -> Result<usize> {
+    let (name, expected) = ("token_embd.weight".to_string(), format!("[vocabulary, {hidden}]"));
+    match gguf.tensor(&name) {
+        None => Err(Error::MissingTensor { name, expected }),
+        Some(info) => match info.dims[..] {
+            [_, rows] => Ok(rows as usize),
+            _ => Err(Error::TensorShape { name, found: shape_text(info), expected }),
+        },
+    }
 }
 
 /// One message for every tensor whose type cannot be decoded, one for those that would change the
@@ -67,6 +81,8 @@ fn is_mtp(name: &str, spec: &Spec) -> bool {
 
 struct Finder<'a> {
     gguf: &'a Gguf,
+    /// Indices into [`Gguf::tensors`].
+    by_name: HashMap<&'a str, usize>,
     used: Vec<bool>,
 }
 
@@ -219,8 +235,7 @@ impl Finder<'_> {
     /// The tensor `name`, which must have `shape` (row-major). Leading dimensions of 1 do not matter.
     fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<(usize, &TensorInfo)> {
         let expected = || format!("{shape:?}");
-        let index = self.gguf.tensors().iter().position(|info| info.name == name);
-        let Some(index) = index else {
+        let Some(&index) = self.by_name.get(name) else {
             return Err(Error::MissingTensor { name: name.to_string(), expected: expected() });
         };
         let info = &self.gguf.tensors()[index];
@@ -241,9 +256,11 @@ impl Finder<'_> {
             .collect();
         let mut warnings = Vec::new();
         if !names.is_empty() {
-            let shown = names.iter().take(6).copied().collect::<Vec<_>>().join(", ");
-            let more = if names.len() > 6 { ", …" } else { "" };
-            warnings.push(format!("{} tensors of the file are not used: {shown}{more}", names.len()));
+            warnings.push(format!(
+                "{} tensors of the file are not used: {}",
+                names.len(),
+                list(names.iter())
+            ));
         }
         warnings
     }
