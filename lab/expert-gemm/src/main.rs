@@ -212,7 +212,8 @@ fn check(gate: &[u8], inputs: &Inputs, found: &[f32], rounded: bool) -> f64 {
 fn main() {
     assert!(is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi"));
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
-    let experts: Vec<[Vec<u8>; 2]> = (0..EXPERTS).map(|_| [weights(&mut random), weights(&mut random)]).collect();
+    let experts: Vec<[Vec<u8>; 2]> =
+        (0..EXPERTS).map(|_| [weights(&mut random), weights(&mut random)]).collect();
     // SAFETY: features checked above.
     let peak = unsafe { peak() };
     println!("peak {:.0} GMAC/s (vpdpbusd from registers, one thread)", peak * 1e-9);
@@ -222,7 +223,8 @@ fn main() {
         let bytes: Vec<u8> = (0..PANEL * row_bytes).map(|_| random.next() as u8).collect();
         let rows: [&[u8]; PANEL] = std::array::from_fn(|r| &bytes[r * row_bytes..][..row_bytes]);
         // SAFETY: features checked above.
-        let seconds = median(|| (0..2000).for_each(|_| unsafe { vnni::fill(ty, &rows, COLUMNS, &mut panels[0]) }));
+        let seconds =
+            median(|| (0..2000).for_each(|_| unsafe { vnni::fill(ty, &rows, COLUMNS, &mut panels[0]) }));
         let per_256 = seconds / 2000.0 / (PANEL * COLUMNS / 256) as f64 * 1e9;
         println!("decode from the first cache {:8} {per_256:7.2} ns per 256 weights", ty.name());
     }
@@ -260,7 +262,9 @@ fn main() {
             }
         }
         for (name, fill) in [("table", table as Fill), ("register", register)] {
-            for (part, label) in [(Part::Decode, "decode"), (Part::Multiply, "multiply"), (Part::Both, "both")] {
+            for (part, label) in
+                [(Part::Decode, "decode"), (Part::Multiply, "multiply"), (Part::Both, "both")]
+            {
                 let seconds = median(|| {
                     for both in &experts {
                         integers(fill, part, [&both[0], &both[1]], &inputs.codes, &mut panels, &mut out);

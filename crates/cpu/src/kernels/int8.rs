@@ -133,7 +133,9 @@ pub(super) fn fill(
         unpack::unpack(ty, bytes, &mut natural[..columns], &mut scales, &mut offsets);
         for run in 0..runs {
             panel.scales[run][row] = scales[run];
-            panel.offsets[run][row] = offsets[run];
+            if form.offset {
+                panel.offsets[run][row] = offsets[run];
+            }
         }
     }
     transpose(&natural, columns, panel);

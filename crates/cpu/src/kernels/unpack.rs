@@ -231,7 +231,7 @@ fn signed(row: [u8; 8], signs: u8, q: &mut [u8; 8]) {
     const ONES: u64 = 0x0101_0101_0101_0101;
     let mask = SPREAD[usize::from(signs)];
     let value = (u64::from_le_bytes(row) ^ mask) + (mask & ONES);
-    *q = (value ^ 0x80 * ONES).to_le_bytes();
+    *q = (value ^ (0x80 * ONES)).to_le_bytes();
 }
 
 #[inline(always)]
