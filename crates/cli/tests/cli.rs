@@ -220,7 +220,7 @@ fn logits_perplexity_and_parity_agree_with_each_other() {
     assert_eq!((&second["kl_max"], &second["top1"]), (&0.0.into(), &1.0.into()), "the same run");
     let reference = json(&[&scored[..], &["--base", &base, "--backend", "reference"]].concat());
     let integers = json(&[&rounded[..], &["--base", &base]].concat());
-    assert!((1e-7..2e-3).contains(&integers["kl_mean"].as_f64().unwrap()), "{integers}");
+    assert!(integers["kl_mean"].as_f64().unwrap() < 2e-3, "{integers}");
     assert!(reference["kl_mean"].as_f64().unwrap() < 1e-7 && reference["top1"] == 1.0, "{reference}");
 
     let npy = folder.file("logits.npy");

@@ -56,6 +56,11 @@ impl Variant {
         Variant::ALL.into_iter().find(|variant| variant.name() == name)
     }
 
+    /// Whether products of integers are faster than those of numbers with it.
+    pub fn prefers_integers(self) -> bool {
+        self == Variant::Vnni
+    }
+
     /// Whether this machine can run it.
     pub fn is_available(self) -> bool {
         table(self).is_some()

@@ -55,7 +55,8 @@ pub struct Options {
     /// Whether each thread stays on its core.
     pub pin: bool,
     /// Whether activations keep single precision where they meet quantised weights. Slower; otherwise they are
-    /// rounded to eight bits with one scale for every 32 of them.
+    /// rounded to eight bits with one scale for every 32 of them, if the kernels gain by it
+    /// ([`Variant::prefers_integers`]).
     pub exact: bool,
 }
 
@@ -90,6 +91,7 @@ impl Cpu {
     ) -> Result<Cpu, Error> {
         let weights = weights.into();
         let kernels = Kernels::choose(wanted_variant(&options)?)?;
+        let exact = options.exact || !kernels.variant.prefers_integers();
         let count = options.threads.unwrap_or_else(topology::physical_cores);
         if count == 0 || count > MOST_THREADS {
             return Err(Error::ThreadCount { found: count, most: MOST_THREADS });
@@ -100,13 +102,13 @@ impl Cpu {
             capabilities: Capabilities {
                 name: "cpu",
                 variant: kernels.variant.name().to_string(),
-                kernel_version: if options.exact { 1 } else { 2 },
+                kernel_version: if exact { 1 } else { 2 },
                 block_rows: BLOCK_ROWS,
                 smallest_chunk: 1,
             },
             limits,
             state: HostState::new(&model.spec, limits.kv, limits.positions),
-            team: Team::new(pool, kernels, options.exact),
+            team: Team::new(pool, kernels, exact),
             passes: Vec::new(),
             spare: Vec::new(),
             inner: Inner::default(),
