@@ -37,7 +37,7 @@ pub enum Command {
     Convert(ConvertArgs),
     /// Rewrite a GGUF file with other weight types.
     Quantize(QuantizeArgs),
-    /// Make a model of random weights, of any size.
+    /// Make a model of random weights, of any size: 20 GiB in the shape of the 80B unless told otherwise.
     Synth(SynthArgs),
     /// Measure how well a model predicts a text.
     Perplexity(PerplexityArgs),
@@ -78,6 +78,7 @@ impl From<Kv> for model::KvType {
 
 /// How a model is run.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Backend")]
 pub struct BackendArgs {
     /// What computes.
     #[arg(long, value_enum, default_value = "cpu")]
@@ -85,7 +86,7 @@ pub struct BackendArgs {
     /// Worker threads [default: the processors this program may use].
     #[arg(long, value_name = "N", value_parser = parse_positive)]
     pub threads: Option<usize>,
-    /// Positions of context to make room for [default: what the prompt and answer need].
+    /// Positions of context to make room for [default: what is needed].
     #[arg(long, value_name = "N", value_parser = parse_positive)]
     pub context: Option<usize>,
     /// How keys and values are stored.
@@ -104,7 +105,7 @@ pub struct BackendArgs {
 pub struct RunArgs {
     /// Model file, any shard of a split one, or its folder.
     pub model: PathBuf,
-    /// The prompt.
+    /// The prompt [default: standard input].
     #[arg(short, long, conflicts_with = "file")]
     pub prompt: Option<String>,
     /// Read the prompt from a file; `-` is standard input.
@@ -128,12 +129,6 @@ pub struct RunArgs {
     /// Go on past the model's own end of the answer.
     #[arg(long)]
     pub ignore_eos: bool,
-    /// Sampling.
-    #[command(flatten)]
-    pub sampling: SamplingArgs,
-    /// Backend.
-    #[command(flatten)]
-    pub backend: BackendArgs,
     /// Print where the time went, stage by stage.
     #[arg(long)]
     pub stats: bool,
@@ -143,6 +138,12 @@ pub struct RunArgs {
     /// No progress, no summary.
     #[arg(short, long)]
     pub quiet: bool,
+    /// Sampling.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Backend.
+    #[command(flatten)]
+    pub backend: BackendArgs,
 }
 
 /// How tokens are chosen: penalties, top-k, top-p, min-p, temperature, in this order.
@@ -195,9 +196,9 @@ impl From<&SamplingArgs> for engine::Sampling {
 pub struct InfoArgs {
     /// Model file, any shard of a split one, or its folder.
     pub model: PathBuf,
-    /// Context to plan for.
-    #[arg(long, value_name = "N", default_value = "4096", value_parser = parse_positive)]
-    pub context: usize,
+    /// Context to plan for [default: 4096, or the model's if that is less].
+    #[arg(long, value_name = "N", value_parser = parse_positive)]
+    pub context: Option<usize>,
     /// How keys and values are stored.
     #[arg(long, value_enum, default_value = "f16")]
     pub kv: Kv,
@@ -248,9 +249,6 @@ pub struct ConvertArgs {
     /// Type of all matrices.
     #[arg(long = "type", value_name = "TYPE", value_parser = parse_type, default_value = "BF16")]
     pub ty: Type,
-    /// Types of classes of tensors, where they differ.
-    #[command(flatten)]
-    pub mix: MixArgs,
     /// Context length to record instead of the checkpoint's.
     #[arg(long, value_name = "N")]
     pub context_length: Option<u32>,
@@ -266,6 +264,9 @@ pub struct ConvertArgs {
     /// How to work and report.
     #[command(flatten)]
     pub work: WorkArgs,
+    /// Types of classes of tensors, where they differ.
+    #[command(flatten)]
+    pub mix: MixArgs,
 }
 
 /// Arguments of `quantize`.
@@ -275,12 +276,12 @@ pub struct QuantizeArgs {
     pub input: PathBuf,
     /// The file to write.
     pub output: PathBuf,
-    /// Types of classes of tensors; a class without one keeps its types.
-    #[command(flatten)]
-    pub mix: MixArgs,
     /// How to work and report.
     #[command(flatten)]
     pub work: WorkArgs,
+    /// Types of classes of tensors; a class without one keeps its types.
+    #[command(flatten)]
+    pub mix: MixArgs,
 }
 
 /// Weight types by class of tensor.
@@ -364,31 +365,31 @@ pub struct SynthArgs {
     /// Type of all matrices, instead of a recipe.
     #[arg(long = "type", value_name = "TYPE", value_parser = parse_type, conflicts_with = "recipe")]
     pub ty: Option<Type>,
+    /// Same seed, same file.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// How unevenly experts are used: 0 is uniform.
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub skew: f32,
+    /// How to work and report.
+    #[command(flatten)]
+    pub work: WorkArgs,
     /// Types of classes of tensors, where they differ.
     #[command(flatten)]
     pub mix: MixArgs,
     /// Shape [default: that of Qwen3-Next-80B-A3B].
     #[command(flatten)]
     pub shape: ShapeArgs,
-    /// Same seed, same file.
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub seed: u64,
-    /// How unevenly experts are used: 0 is uniform.
-    #[arg(long, value_name = "X", default_value_t = 0.0)]
-    pub skew: f32,
-    /// How to work and report.
-    #[command(flatten)]
-    pub work: WorkArgs,
 }
 
 /// Named mixes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum RecipeName {
-    /// IQ2_XXS experts (down IQ2_XS), Q5_K and Q6_K dense.
+    /// IQ2_XXS experts, Q5_K dense, Q6_K output, Q8_0 shared experts: 21.8 GB.
     Iq2xxs,
-    /// IQ1_M experts, IQ2_XS in the last 8 layers, Q4_K dense.
+    /// IQ1_M experts, IQ2_XS in the last 8 layers, Q4_K dense: 19.3 GB.
     F2,
-    /// IQ3_XXS experts (down IQ3_S).
+    /// IQ3_XXS experts (down IQ3_S), Q5_K dense: 32.6 GB.
     Iq3xxs,
     /// Everything F32.
     F32,
@@ -477,12 +478,12 @@ pub struct PerplexityArgs {
     /// Compare with the logits of an earlier run.
     #[arg(long, value_name = "FILE", conflicts_with = "save_base")]
     pub base: Option<PathBuf>,
-    /// Backend.
-    #[command(flatten)]
-    pub backend: BackendArgs,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
+    /// Backend.
+    #[command(flatten)]
+    pub backend: BackendArgs,
 }
 
 /// Tokens to compute with.
@@ -541,13 +542,13 @@ pub struct ParityArgs {
     #[arg(long, value_name = "N", default_value = "2048")]
     pub limit: usize,
     /// Largest mean KL divergence that passes, nats.
-    #[arg(long, value_name = "X", default_value_t = 1e-4)]
+    #[arg(long, value_name = "X", default_value_t = 1e-4, allow_negative_numbers = true)]
     pub max_kl: f64,
     /// Smallest share of equal most likely tokens that passes.
-    #[arg(long, value_name = "X", default_value_t = 0.99)]
+    #[arg(long, value_name = "X", default_value_t = 0.99, allow_negative_numbers = true)]
     pub min_top1: f64,
     /// Largest relative RMS difference of the logits that passes.
-    #[arg(long, value_name = "X", default_value_t = f64::INFINITY, hide_default_value = true)]
+    #[arg(long, value_name = "X", default_value_t = f64::INFINITY, hide_default_value = true, allow_negative_numbers = true)]
     pub max_rms: f64,
     /// How keys and values are stored.
     #[arg(long, value_enum, default_value = "f16")]

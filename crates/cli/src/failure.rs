@@ -18,7 +18,7 @@ pub enum Failure {
     #[error("interrupted")]
     Interrupted,
     /// The model file, or its backend.
-    #[error("{}: {source}", path.display())]
+    #[error("{}", naming(path, &source.to_string()))]
     Model {
         /// The file.
         path: PathBuf,
@@ -54,6 +54,12 @@ pub enum Failure {
     /// Arguments that do not fit together.
     #[error("{0}")]
     Usage(String),
+}
+
+/// `message` with the file it is about, unless it begins with it.
+fn naming(path: &std::path::Path, message: &str) -> String {
+    let path = path.display().to_string();
+    if message.starts_with(&path) { message.to_string() } else { format!("{path}: {message}") }
 }
 
 impl From<engine::Error> for Failure {

@@ -10,8 +10,8 @@ use serde_json::json;
 
 use crate::args::{ConvertArgs, QuantizeArgs, RecipeName, ShapeArgs, SynthArgs, WorkArgs};
 use crate::failure::{Failure, Outcome};
-use crate::interrupt;
 use crate::report::{self, Bar};
+use crate::{interrupt, open};
 
 /// Runs `redlite convert`.
 pub fn convert(args: &ConvertArgs) -> Result<Outcome, Failure> {
@@ -28,6 +28,7 @@ pub fn convert(args: &ConvertArgs) -> Result<Outcome, Failure> {
 
 /// Runs `redlite quantize`.
 pub fn quantize(args: &QuantizeArgs) -> Result<Outcome, Failure> {
+    open::refuse_input(&args.output, &gguf::Gguf::open(&args.input).map_err(forge::Error::from)?)?;
     let options =
         QuantizeOptions { mix: args.mix.over(Mix::default()), threads: args.work.threads.unwrap_or(0) };
     work(&args.work, "encoding", |report| forge::quantize(&args.input, &args.output, &options, report))
@@ -96,7 +97,6 @@ fn work(
     let mut report = |progress: Progress<'_>| {
         bar.set_total(progress.total);
         bar.set(progress.done);
-        bar.say(progress.tensor);
         if cancel.is_cancelled() { Control::Cancel } else { Control::Continue }
     };
     let result = job(&mut report);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::Write;
 
 use gguf::TensorType;
-use model::{Limits, Model, Spec, state::SnapshotShape};
+use model::{KvType, Model, Spec, state::SnapshotShape};
 use serde_json::{Value, json};
 
 use crate::args::InfoArgs;
@@ -15,8 +15,15 @@ use crate::report;
 pub fn run(args: &InfoArgs) -> Result<Outcome, Failure> {
     let fail = |source| Failure::Model { path: args.model.clone(), source };
     let model = Model::open(&args.model).map_err(fail)?;
+    let trained = model.spec.context;
+    let context = args.context.unwrap_or(trained.min(4096));
+    if context > trained {
+        return Err(Failure::Usage(format!(
+            "a context of {context} is more than the {trained} of the model"
+        )));
+    }
     let classes = classes(&model);
-    let memory = Memory::of(&model, args);
+    let memory = Memory::of(&model, context, args.kv.into());
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", to_json(&model, &classes, &memory))?;
@@ -92,17 +99,16 @@ struct Memory {
 }
 
 impl Memory {
-    fn of(model: &Model, args: &InfoArgs) -> Memory {
-        let limits = Limits { pass_rows: 2048, positions: args.context, kv: args.kv.into() };
-        let shape = SnapshotShape::new(&model.spec, limits.kv);
-        let positions = args.context.next_multiple_of(model::state::PAGE);
+    fn of(model: &Model, context: usize, kv: KvType) -> Memory {
+        let shape = SnapshotShape::new(&model.spec, kv);
+        let positions = context.next_multiple_of(model::state::PAGE);
         Memory {
             dense: model.dense_bytes(),
             experts: model.expert_bytes(),
-            kv: (positions * shape.position_len() * limits.kv.bytes()) as u64,
+            kv: (positions * shape.position_len() * kv.bytes()) as u64,
             // A pass writes a new state beside the old one.
             state: 2 * (shape.slot_len() * size_of::<f32>()) as u64,
-            context: args.context,
+            context,
         }
     }
 
@@ -168,10 +174,10 @@ fn to_text(model: &Model, classes: &Classes, memory: &Memory, args: &InfoArgs) -
         ("dense weights", memory.dense),
         ("keys and values", memory.kv),
         ("DeltaNet state", memory.state),
-        ("without experts", memory.without_experts()),
+        ("without experts, scratch", memory.without_experts()),
         ("experts, all resident", memory.experts),
     ];
-    out += &rows.map(|(name, bytes)| format!("  {name:<22}{:>11}\n", report::size(bytes))).concat();
+    out += &rows.map(|(name, bytes)| format!("  {name:<26}{:>11}\n", report::size(bytes))).concat();
     for warning in &model.warnings {
         out += &format!("\nwarning: {warning}\n");
     }

@@ -1,8 +1,14 @@
-//! Ctrl-C: the first asks the work to stop at its next step, the second ends the program.
+//! Ctrl-C: the first asks the work to stop at its next step, a later one ends the program.
+
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use engine::Cancel;
 
 use crate::failure::Failure;
+
+/// A signal this much later than the first is a second one.
+const AGAIN: Duration = Duration::from_millis(500);
 
 /// A flag raised by Ctrl-C.
 ///
@@ -11,10 +17,14 @@ use crate::failure::Failure;
 pub fn on_ctrl_c() -> Result<Cancel, Failure> {
     let cancel = Cancel::new();
     let raised = cancel.clone();
+    let first: Mutex<Option<Instant>> = Mutex::new(None);
     let handler = move || {
-        if raised.is_cancelled() {
+        let mut first = first.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // Some senders signal both the program and its group: that is still one wish.
+        if first.is_some_and(|at| at.elapsed() > AGAIN) {
             std::process::exit(130);
         }
+        first.get_or_insert_with(Instant::now);
         raised.cancel();
     };
     ctrlc::set_handler(handler)

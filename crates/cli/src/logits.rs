@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use engine::{LogitRows, Request, npy};
-use model::{Backend, Intermediate, Matrix, Observer, PassId, Step};
+use model::{Backend, Intermediate, LayerKind, Matrix, Observer, PassId, Spec, Stage, Step};
 
 use crate::args::LogitsArgs;
 use crate::failure::{Failure, Outcome};
@@ -13,15 +13,22 @@ use crate::{interrupt, open, prompt};
 /// Runs the command.
 pub fn run(args: &LogitsArgs) -> Result<Outcome, Failure> {
     let wanted = args.name.as_deref().map(parse_name).transpose()?;
-    let cancel = interrupt::on_ctrl_c()?;
     let opened = open::model(&args.model)?;
+    open::refuse_input(&args.output, &opened.model.gguf)?;
     let tokens = prompt::tokens(&args.tokens, &opened.tokenizer)?;
+    let cancel = interrupt::on_ctrl_c()?;
     let rows = args.rows.clone().unwrap_or(0..tokens.len());
     if rows.end > tokens.len() {
         let count = tokens.len();
-        return Err(Failure::Usage(format!("rows {}..{} of {count} tokens", rows.start, rows.end)));
+        let (start, end) = (rows.start, rows.end);
+        return Err(Failure::Usage(format!(
+            "--rows {start}..{end} ends beyond the {count} tokens of the text"
+        )));
     }
     let tokens = &tokens[..rows.end];
+    if let Some((what, layer)) = wanted {
+        check_layer(what, layer, &opened.model.spec)?;
+    }
     let context = args.backend.context.unwrap_or(tokens.len()).max(1);
     let mut engine = open::start(&opened.model, &args.backend, context, false)?.engine;
     let mut session = engine.open();
@@ -67,6 +74,29 @@ fn parse_name(name: &str) -> Result<(Intermediate, usize), Failure> {
     })
 }
 
+/// Refuses an intermediate that the layer does not have, before anything is computed.
+fn check_layer(what: Intermediate, layer: usize, spec: &Spec) -> Result<(), Failure> {
+    let stage = Stage::ALL.into_iter().find(|stage| stage.intermediates().contains(&what));
+    let of_kind = |kind| spec.layers.get(layer) == Some(&kind);
+    let exists = match stage {
+        Some(Stage::DeltaProject | Stage::DeltaMix | Stage::DeltaOut) => of_kind(LayerKind::Delta),
+        Some(Stage::AttnProject | Stage::AttnMix | Stage::AttnOut) => of_kind(LayerKind::Attention),
+        Some(Stage::Embed) => layer == 0,
+        Some(Stage::Head) | None => false,
+        Some(Stage::Route | Stage::Shared | Stage::Experts) => layer < spec.layers.len(),
+    };
+    if exists {
+        return Ok(());
+    }
+    let attends = |&layer: &usize| spec.layers[layer] == LayerKind::Attention;
+    let attending: Vec<String> = (0..spec.layers.len()).filter(attends).map(|i| i.to_string()).collect();
+    Err(Failure::Usage(format!(
+        "layer {layer} has no `{what}`: there are {} layers, of which {} attend and the others are DeltaNet",
+        spec.layers.len(),
+        attending.join(", ")
+    )))
+}
+
 /// Collects one intermediate of one layer.
 struct Dump {
     what: Intermediate,
@@ -105,8 +135,8 @@ impl Dump {
     fn write(self, args: &LogitsArgs) -> Result<Outcome, Failure> {
         if self.found.rows == 0 {
             let reason = format!(
-                "`{}` does not exist in layer {}: it is a layer of the other kind, beyond the last, or fused away",
-                self.what, self.layer
+                "this backend does not keep `{}`: it computes the stages around it as one",
+                self.what
             );
             return Err(Failure::Usage(reason));
         }

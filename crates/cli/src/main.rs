@@ -42,7 +42,7 @@ fn main() -> ExitCode {
         // The reader of our output has gone (`redlite … | head`): nobody is left to tell.
         Err(Failure::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("redlite: {failure}");
+            report::say(format_args!("redlite: {failure}"));
             ExitCode::from(2)
         }
     }

@@ -10,7 +10,7 @@ use text::Tokenizer;
 
 use crate::args::{BackendArgs, BackendName};
 use crate::failure::Failure;
-use crate::report::Bar;
+use crate::report::{self, Bar};
 
 /// A model and its tokenizer.
 pub struct Opened {
@@ -25,7 +25,7 @@ pub fn model(path: &Path) -> Result<Opened, Failure> {
     let fail = |source| Failure::Model { path: path.to_path_buf(), source };
     let model = Model::open(path).map_err(fail)?;
     for warning in &model.warnings {
-        eprintln!("redlite: warning: {}: {warning}", path.display());
+        report::say(format_args!("redlite: warning: {}: {warning}", path.display()));
     }
     Ok(Opened { tokenizer: tokenizer(path, &model)?, model: Arc::new(model) })
 }
@@ -67,13 +67,10 @@ pub fn start(
     let trained = model.spec.context;
     if context > trained {
         return Err(Failure::Usage(format!(
-            "a context of {context} was asked for, but the model was made for {trained}"
+            "a context of {context} is more than the {trained} of the model"
         )));
     }
-    // A tail may join the last chunk, hence the slack of a grid cell.
-    let rows = args.chunk.max(model::GRID) + model::GRID;
-    let limits =
-        Limits { pass_rows: rows.min(context.max(model::GRID)), positions: context, kv: args.kv.into() };
+    let limits = Limits { pass_rows: pass_rows(args.chunk, context), positions: context, kv: args.kv.into() };
     let options = cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() };
     let backend = backend(model, args.backend, options, limits, quiet)?;
     let variant = backend.capabilities().variant.clone();
@@ -81,6 +78,11 @@ pub fn start(
     let options = Options { chunk: args.chunk, context };
     let engine = Engine::new(model.clone(), backend, experts, options);
     Ok(Started { engine, load: began.elapsed(), variant })
+}
+
+/// Rows of the largest pass when `positions` tokens are read in chunks of `chunk`: a tail may join the last one.
+pub fn pass_rows(chunk: usize, positions: usize) -> usize {
+    chunk.max(model::GRID).saturating_add(model::GRID).min(positions.max(model::GRID))
 }
 
 /// A backend by name; `options` are those of the CPU.
@@ -108,4 +110,17 @@ fn load(model: &Model, quiet: bool) -> Result<ResidentWeights, Failure> {
     let weights = model.load(&mut |done, _| bar.set(done));
     bar.finish();
     Ok(weights?)
+}
+
+/// Refuses to write to a file the model is read from.
+pub fn refuse_input(output: &Path, gguf: &gguf::Gguf) -> Result<(), Failure> {
+    let Ok(output_path) = output.canonicalize() else { return Ok(()) };
+    let same = |shard: &gguf::Shard| shard.path().canonicalize().is_ok_and(|path| path == output_path);
+    if gguf.shards().iter().any(same) {
+        return Err(Failure::Usage(format!(
+            "{}: is the model itself; choose another file",
+            output.display()
+        )));
+    }
+    Ok(())
 }

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::args::{BackendName, ParityArgs};
 use crate::failure::{Failure, Outcome};
 use crate::open::{self, Opened};
-use crate::report;
+use crate::report::{self, Bar};
 use crate::{interrupt, prompt, stored};
 
 /// Runs the command.
@@ -33,6 +33,9 @@ pub fn run(args: &ParityArgs) -> Result<Outcome, Failure> {
         }
         (Party::Stored(a), Party::Stored(b)) => stored::with_stored(&opened, a, b, tokens.len())?,
     };
+    if [args.max_kl, args.min_top1, args.max_rms].iter().any(|limit| limit.is_nan()) {
+        return Err(Failure::Usage("a limit that is not a number can neither hold nor fail".to_string()));
+    }
     let passed = result.logits.kl_mean() <= args.max_kl
         && result.logits.top_share() >= args.min_top1
         && logits_rms(&result) <= args.max_rms;
@@ -67,7 +70,7 @@ pub fn options(args: &ParityArgs) -> cpu::Options {
 }
 
 pub fn limits(args: &ParityArgs, positions: usize) -> Limits {
-    Limits { pass_rows: args.chunk + model::GRID, positions, kv: args.kv.into() }
+    Limits { pass_rows: open::pass_rows(args.chunk, positions), positions, kv: args.kv.into() }
 }
 
 fn backends(
@@ -84,7 +87,11 @@ fn backends(
     let mut other = experts.clone();
     let mut a = Side { backend: &mut *left, experts: &mut experts };
     let mut b = Side { backend: &mut *right, experts: &mut other };
-    Ok(parity(&opened.model.spec, &mut a, &mut b, tokens, args.chunk, cancel)?)
+    let bar = Bar::tokens("comparing", tokens.len(), args.json);
+    let mut progress = |done: f64, _| bar.set(done as u64);
+    let result = parity(&opened.model.spec, &mut a, &mut b, tokens, args.chunk, cancel, &mut progress);
+    bar.finish();
+    Ok(result?)
 }
 
 /// Relative RMS of the differences of the logits.

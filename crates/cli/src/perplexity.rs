@@ -12,9 +12,10 @@ use crate::{interrupt, open, prompt};
 
 /// Runs the command.
 pub fn run(args: &PerplexityArgs) -> Result<Outcome, Failure> {
-    let cancel = interrupt::on_ctrl_c()?;
     let text = prompt::text(&args.text)?;
+    let cancel = interrupt::on_ctrl_c()?;
     let opened = open::model(&args.model)?;
+    args.save_base.as_deref().map_or(Ok(()), |path| open::refuse_input(path, &opened.model.gguf))?;
     let mut tokens = opened.tokenizer.encode_text(&text);
     tokens.truncate(args.limit.unwrap_or(usize::MAX));
     if tokens.len() < 2 {
@@ -39,8 +40,7 @@ pub fn run(args: &PerplexityArgs) -> Result<Outcome, Failure> {
     let mut save = args.save_base.as_deref().map(create).transpose()?;
     let mut failure = None;
     let bar = Bar::tokens("reading", tokens.len(), args.json);
-    let mut visit = |position: usize, logits: &[f32]| {
-        bar.set(position as u64 + 1);
+    let mut visit = |_: usize, logits: &[f32]| {
         let mut step = || -> Result<Option<Vec<f32>>, npy::Error> {
             save.as_mut().map(|save| save.row(logits)).transpose()?;
             let Some(base) = &mut base else { return Ok(None) };
@@ -54,7 +54,9 @@ pub fn run(args: &PerplexityArgs) -> Result<Outcome, Failure> {
             None
         })
     };
-    let result = engine::perplexity(&mut engine, &tokens, window, &cancel, &mut visit);
+    let result = engine::perplexity(&mut engine, &tokens, window, &cancel, &mut visit, &mut |done, _| {
+        bar.set(done as u64)
+    });
     bar.finish();
     if let Some(error) = failure {
         return Err(error.into());

@@ -1,6 +1,6 @@
 //! Prompts and token lists, from arguments, files and standard input.
 
-use std::io::Read;
+use std::io::{IsTerminal, Read};
 use std::path::Path;
 
 use serde_json::json;
@@ -9,6 +9,10 @@ use text::{ChatTemplate, Tokenizer};
 use crate::args::{RunArgs, TextArgs, TokensArgs};
 use crate::failure::Failure;
 use crate::open::Opened;
+use crate::report;
+
+/// Most bytes of a text that are read.
+const LONGEST: u64 = 256 << 20;
 
 /// The text of `--prompt` or `--file`.
 pub fn text(args: &TextArgs) -> Result<String, Failure> {
@@ -53,16 +57,32 @@ fn source(prompt: Option<&str>, file: Option<&Path>) -> Result<String, Failure> 
     match (prompt, file) {
         (Some(prompt), _) => Ok(prompt.to_string()),
         (None, Some(path)) => read(path),
-        (None, None) => read(Path::new("-")),
+        (None, None) => {
+            if std::io::stdin().is_terminal() {
+                report::say("redlite: reading the prompt from the terminal; Ctrl-D ends it");
+            }
+            read(Path::new("-"))
+        }
     }
 }
 
 fn read(path: &Path) -> Result<String, Failure> {
     let fail = |source| Failure::File { path: path.to_path_buf(), source };
-    if path.as_os_str() != "-" {
-        return std::fs::read_to_string(path).map_err(fail);
+    let mut bytes = Vec::new();
+    let read = if path.as_os_str() == "-" {
+        std::io::stdin().take(LONGEST + 1).read_to_end(&mut bytes)
+    } else {
+        std::fs::File::open(path).and_then(|file| file.take(LONGEST + 1).read_to_end(&mut bytes))
+    };
+    if read.map_err(fail)? as u64 > LONGEST {
+        let limit = report::size(LONGEST);
+        return Err(Failure::Usage(format!(
+            "{}: more than {limit} is no prompt for any model",
+            path.display()
+        )));
     }
-    let mut text = String::new();
-    std::io::stdin().read_to_string(&mut text).map_err(fail)?;
-    Ok(text)
+    String::from_utf8(bytes).map_err(|error| {
+        let at = error.utf8_error().valid_up_to();
+        Failure::Usage(format!("{}: not UTF-8 at byte {at}; convert the text first (iconv)", path.display()))
+    })
 }

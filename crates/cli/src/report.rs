@@ -1,9 +1,14 @@
 //! What users see besides the result: progress bars, tables, sizes, memory.
 
-use std::fmt::Write;
+use std::io::Write as _;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// A line on standard error. Nobody may be listening there any more, which is no reason to fail.
+pub fn say(line: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
 
 /// A progress bar on standard error, drawn only where somebody watches.
 pub struct Bar(ProgressBar);
@@ -11,12 +16,7 @@ pub struct Bar(ProgressBar);
 impl Bar {
     /// A bar that counts bytes.
     pub fn bytes(what: &'static str, total: u64, quiet: bool) -> Bar {
-        Bar::new(
-            what,
-            total,
-            quiet,
-            "{bytes:>10} of {total_bytes}  {binary_bytes_per_sec}  {eta} left  {wide_msg}",
-        )
+        Bar::new(what, total, quiet, "{bytes:>10} of {total_bytes}  {binary_bytes_per_sec}  {eta} left")
     }
 
     /// A bar that counts tokens.
@@ -27,9 +27,9 @@ impl Bar {
     fn new(what: &'static str, total: u64, quiet: bool, numbers: &str) -> Bar {
         // Hidden by itself when standard error is not a terminal.
         let target = if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr_with_hz(8) };
-        let style = ProgressStyle::with_template(&format!("{{prefix:>9}} {{bar:24.cyan/dim}} {numbers}"));
+        let style = ProgressStyle::with_template(&format!("{{prefix:>9}} {{bar:14.cyan/dim}} {numbers}"));
         let style = style.expect("the template is ours").progress_chars("━╸─");
-        let rate = |state: &indicatif::ProgressState, out: &mut dyn Write| {
+        let rate = |state: &indicatif::ProgressState, out: &mut dyn std::fmt::Write| {
             let _ = write!(out, "{:.1} tok/s", state.per_sec());
         };
         let bar = ProgressBar::with_draw_target(Some(total), target);
@@ -44,13 +44,6 @@ impl Bar {
     /// Corrects the total.
     pub fn set_total(&self, total: u64) {
         self.0.set_length(total);
-    }
-
-    /// Says what is being worked on.
-    pub fn say(&self, text: &str) {
-        if self.0.message() != text {
-            self.0.set_message(text.to_string());
-        }
     }
 
     /// Removes the bar.

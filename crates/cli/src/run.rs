@@ -24,15 +24,19 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
         ignore_eos: args.ignore_eos,
     };
     options.sampling.check()?;
-    let cancel = interrupt::on_ctrl_c()?;
+    if args.stop.iter().any(String::is_empty) {
+        return Err(Failure::Usage("--stop needs a text: an empty one would stop at once".to_string()));
+    }
     let opened = open::model(&args.model)?;
+    // Before the prompt has come, Ctrl-C simply ends the program.
     let tokens = prompt::prompt(args, &opened)?;
+    let cancel = interrupt::on_ctrl_c()?;
     if tokens.is_empty() {
         return Err(engine::Error::EmptyPrompt.into());
     }
     let context = args.backend.context.unwrap_or_else(|| {
         // What is needed, as far as the model reaches: an answer may end at the context's end.
-        (tokens.len() + args.max_tokens).min(opened.model.spec.context).max(tokens.len())
+        tokens.len().saturating_add(args.max_tokens).min(opened.model.spec.context)
     });
     if tokens.len() > context {
         return Err(engine::Error::ContextOverflow { needed: tokens.len(), context }.into());
@@ -166,10 +170,10 @@ impl Answer {
             return Ok(writeln!(out, "{}", self.json(args))?);
         }
         if args.stats {
-            eprint!("\n{}", self.stage_table());
+            report::say(format_args!("\n{}", self.stage_table().trim_end()));
         }
         if !args.quiet {
-            eprintln!("\n{}", self.summary());
+            report::say(format_args!("\n{}", self.summary()));
         }
         Ok(())
     }

@@ -12,6 +12,7 @@ use crate::args::{BackendName, ParityArgs};
 use crate::failure::Failure;
 use crate::open::{self, Opened};
 use crate::parity::{limits, options};
+use crate::report;
 
 /// Compares the logits of `backend` with those at `path`, which are the base.
 pub fn with_backend(
@@ -23,7 +24,16 @@ pub fn with_backend(
     cancel: Cancel,
 ) -> Result<Parity, Failure> {
     let mut base = open(path, opened)?;
-    let rows = base.rows().min(tokens.len());
+    let rows = base.rows();
+    if rows != tokens.len() {
+        report::say(format_args!(
+            "redlite: warning: {} has {rows} rows, the text {} tokens: comparing the first {}",
+            path.display(),
+            tokens.len(),
+            rows.min(tokens.len())
+        ));
+    }
+    let rows = rows.min(tokens.len());
     let backend = open::backend(&opened.model, backend, options(args), limits(args, rows), args.json)?;
     let experts = Box::new(MappedExperts::new(&opened.model));
     let options = Options { chunk: args.chunk, context: rows };

@@ -25,10 +25,12 @@ pub enum Error {
     },
 }
 
-/// Writes a matrix whose size is known before its numbers.
+/// Writes a matrix whose size is known before its numbers. The file appears under its name when it is complete;
+/// until then, and if it never is, what had that name stays.
 #[derive(Debug)]
 pub struct Writer {
     path: PathBuf,
+    temporary: PathBuf,
     file: BufWriter<File>,
     cols: usize,
     rows_left: usize,
@@ -41,15 +43,23 @@ impl Writer {
     /// [`Error::Io`].
     pub fn create(path: &Path, rows: usize, cols: usize) -> Result<Writer, Error> {
         let io = |source| Error::Io { path: path.to_path_buf(), source };
-        let mut file = BufWriter::new(File::create(path).map_err(io)?);
+        if std::fs::metadata(path).is_ok_and(|existing| !existing.is_file()) || path.file_name().is_none() {
+            let what = "not a place for a file".to_string();
+            return Err(Error::Format { path: path.to_path_buf(), what });
+        }
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let temporary = path.with_file_name(format!(".{name}.{}.partial", std::process::id()));
+        let file = BufWriter::new(File::create(&temporary).map_err(io)?);
+        let mut writer = Writer { path: path.to_path_buf(), temporary, file, cols, rows_left: rows };
         let mut header = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {cols}), }}");
         // Magic, version and length take 10 bytes; data begin at a multiple of 64.
         let padded = (10 + header.len() + 1).next_multiple_of(64) - 10;
         header = format!("{header:<width$}\n", width = padded - 1);
-        file.write_all(b"\x93NUMPY\x01\x00").map_err(io)?;
-        file.write_all(&(header.len() as u16).to_le_bytes()).map_err(io)?;
-        file.write_all(header.as_bytes()).map_err(io)?;
-        Ok(Writer { path: path.to_path_buf(), file, cols, rows_left: rows })
+        let length = (header.len() as u16).to_le_bytes();
+        for part in [&b"\x93NUMPY\x01\x00"[..], &length, header.as_bytes()] {
+            writer.file.write_all(part).map_err(io)?;
+        }
+        Ok(writer)
     }
 
     /// Writes the next row.
@@ -68,20 +78,28 @@ impl Writer {
         Ok(())
     }
 
-    /// Flushes the file.
+    /// Completes the file and gives it its name.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::Format`] if rows are missing.
     pub fn finish(mut self) -> Result<(), Error> {
         if self.rows_left > 0 {
             let what = format!("{} rows are missing", self.rows_left);
-            return Err(Error::Format { path: self.path, what });
+            return Err(Error::Format { path: self.path.clone(), what });
         }
-        self.file.flush().map_err(|source| self.io(source))
+        let stored = self.file.flush().and_then(|()| std::fs::rename(&self.temporary, &self.path));
+        stored.map_err(|source| self.io(source))
     }
 
     fn io(&self, source: io::Error) -> Error {
         Error::Io { path: self.path.clone(), source }
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        // Gone already if the file was finished.
+        let _ = std::fs::remove_file(&self.temporary);
     }
 }
 
@@ -174,8 +192,12 @@ mod tests {
     #[test]
     fn rows_come_back() {
         let path = path("rows.npy");
+        std::fs::write(&path, "an earlier file").unwrap();
+        let unfinished = Writer::create(&path, 2, 3).unwrap();
+        drop(unfinished);
         let mut writer = Writer::create(&path, 2, 3).unwrap();
         writer.row(&[1.0, -2.5, f32::MIN_POSITIVE]).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"an earlier file", "until the new one is complete");
         assert!(writer.row(&[1.0]).is_err());
         writer.row(&[4.0, 5.0, 6.0]).unwrap();
         assert!(writer.row(&[4.0, 5.0, 6.0]).is_err());

@@ -7,6 +7,7 @@ use model::{Backend, Driver, ExpertSource, Intermediate, Matrix, Pass, Quiet, Sp
 use crate::cancel::Cancel;
 use crate::compare::{Agreement, Difference};
 use crate::error::{Error, Result};
+use crate::ingestion::OnProgress;
 
 /// A backend with its expert source.
 pub struct Side<'a> {
@@ -38,6 +39,7 @@ pub fn parity(
     tokens: &[u32],
     rows: usize,
     cancel: &Cancel,
+    on_progress: &mut OnProgress<'_>,
 ) -> Result<Parity> {
     let smaller = a.backend.capabilities().block_rows.min(b.backend.capabilities().block_rows);
     let rows = rows.min(smaller);
@@ -62,6 +64,9 @@ pub fn parity(
             advance(&mut drivers.0, a, &step)?;
             advance(&mut drivers.1, b, &step)?;
             parity.compare(&step, (&drivers.0, a), (&drivers.1, b))?;
+            let progress = drivers.0.progress();
+            let share = progress.done as f64 / progress.total.max(1) as f64;
+            on_progress(cut.start as f64 + share * cut.len() as f64, tokens.len());
         }
         a.backend.commit(drivers.0.pass())?;
         b.backend.commit(drivers.1.pass())?;

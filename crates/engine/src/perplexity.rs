@@ -4,7 +4,7 @@ use crate::cancel::Cancel;
 use crate::compare::{Agreement, log_sum_exp};
 use crate::engine::Engine;
 use crate::error::Result;
-use crate::ingestion::{LogitRows, Request};
+use crate::ingestion::{LogitRows, OnProgress, Request};
 
 /// Loss over a text.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -49,6 +49,7 @@ pub fn perplexity(
     window: usize,
     cancel: &Cancel,
     visit: &mut Visit<'_>,
+    on_progress: &mut OnProgress<'_>,
 ) -> Result<Perplexity> {
     let mut total = Perplexity::default();
     for (index, part) in tokens.chunks(window.max(2)).enumerate().filter(|(_, part)| part.len() > 1) {
@@ -61,9 +62,11 @@ pub fn perplexity(
                 total.agreement.get_or_insert_with(Agreement::default).add(&base, logits);
             }
         };
+        let mut progress = |done: f64, _| on_progress((index * window) as f64 + done, tokens.len());
         let mut request = Request {
             logits: LogitRows::Range(0..part.len() - 1),
             on_logits: Some(&mut score),
+            on_progress: Some(&mut progress),
             cancel: cancel.clone(),
             ..Request::default()
         };

@@ -139,7 +139,7 @@ fn the_cpu_backend_agrees_with_the_reference_stage_by_stage() {
     let (mut experts, mut others) = (MappedExperts::new(&model), MappedExperts::new(&model));
     let mut a = Side { backend: &mut *a, experts: &mut experts };
     let mut b = Side { backend: &mut *b, experts: &mut others };
-    let result = parity(&model.spec, &mut a, &mut b, &tokens, 256, &Cancel::new()).unwrap();
+    let result = parity(&model.spec, &mut a, &mut b, &tokens, 256, &Cancel::new(), &mut |_, _| ()).unwrap();
     assert_eq!(result.routes, (0, tokens.len() * model.spec.layers.len()));
     assert_eq!((result.logits.positions, result.logits.same_top), (tokens.len(), tokens.len()));
     assert!(result.logits.kl_mean() < 1e-8, "{}", result.logits.kl_mean());
@@ -191,7 +191,7 @@ fn rounded_activations_hardly_move_the_predictions() {
     let (mut experts, mut others) = (MappedExperts::new(&model), MappedExperts::new(&model));
     let mut a = Side { backend: &mut *a, experts: &mut experts };
     let mut b = Side { backend: &mut *b, experts: &mut others };
-    let result = parity(&model.spec, &mut a, &mut b, &tokens, 256, &Cancel::new()).unwrap();
+    let result = parity(&model.spec, &mut a, &mut b, &tokens, 256, &Cancel::new(), &mut |_, _| ()).unwrap();
     let logits = &result.logits;
     let rounds = cpu::Variant::Vnni.is_available();
     assert_eq!(logits.kl_mean() > 1e-7, rounds, "activations are rounded where that is faster");

@@ -51,6 +51,12 @@ fn a_good_file_says_everything() {
 }
 
 #[test]
+fn the_size_of_the_vocabulary_is_that_of_the_embedding() {
+    let message = tiny().set("vocab_size", 98u32).refused().to_string();
+    assert!(message.starts_with("metadata key `qwen3next.vocab_size` is 98; expected 97"), "{message}");
+}
+
+#[test]
 fn other_architectures_are_named() {
     let mut draft = tiny();
     for name in ["llama", "qwen35moe"] {

@@ -38,13 +38,22 @@ pub(super) fn model(gguf: Gguf) -> Result<Model> {
     Ok(Model { spec, embedding, weights, experts, tied, warnings, gguf })
 }
 
-/// Rows of the token embedding, which no metadata key tells.
+/// Rows of the token embedding, which decide; `vocab_size` is optional, but must not contradict.
 fn vocabulary_rows(gguf: &Gguf, hidden: usize) -> Result<usize> {
     let (name, expected) = ("token_embd.weight".to_string(), format!("[vocabulary, {hidden}]"));
     match gguf.tensor(&name) {
         None => Err(Error::MissingTensor { name, expected }),
         Some(info) => match info.dims[..] {
-            [_, rows] => Ok(rows as usize),
+            [_, rows] => {
+                let key = format!("{}.vocab_size", Spec::ARCHITECTURE);
+                match gguf.metadata().u64(&key)? {
+                    Some(size) if size != rows => {
+                        let expected = format!("{rows}, the rows of `{name}`");
+                        Err(Error::BadKey { key, found: size.to_string(), expected })
+                    }
+                    _ => Ok(rows as usize),
+                }
+            }
             _ => Err(Error::TensorShape { name, found: shape_text(info), expected }),
         },
     }
