@@ -95,6 +95,9 @@ pub struct BackendArgs {
     /// Tokens ingested together.
     #[arg(long, value_name = "N", default_value = "2048", value_parser = parse_positive)]
     pub chunk: usize,
+    /// Keep activations in single precision where they meet quantised weights; slower [cpu].
+    #[arg(long)]
+    pub exact: bool,
 }
 
 /// Arguments of `run`.
@@ -553,6 +556,9 @@ pub struct ParityArgs {
     /// Worker threads.
     #[arg(long, value_name = "N", value_parser = parse_positive)]
     pub threads: Option<usize>,
+    /// Keep activations in single precision where they meet quantised weights [cpu].
+    #[arg(long)]
+    pub exact: bool,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

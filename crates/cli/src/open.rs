@@ -71,7 +71,8 @@ pub fn start(
         )));
     }
     let limits = Limits { pass_rows: pass_rows(args.chunk, context), positions: context, kv: args.kv.into() };
-    let backend = backend(model, args.backend, args.threads, limits, quiet)?;
+    let options = cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() };
+    let backend = backend(model, args.backend, options, limits, quiet)?;
     let variant = backend.capabilities().variant.clone();
     let experts = Box::new(MappedExperts::new(model));
     let options = Options { chunk: args.chunk, context };
@@ -84,18 +85,17 @@ pub fn pass_rows(chunk: usize, positions: usize) -> usize {
     chunk.max(model::GRID).saturating_add(model::GRID).min(positions.max(model::GRID))
 }
 
-/// A backend by name.
+/// A backend by name; `options` are those of the CPU.
 pub fn backend(
     model: &Arc<Model>,
     name: BackendName,
-    threads: Option<usize>,
+    options: cpu::Options,
     limits: Limits,
     quiet: bool,
 ) -> Result<Box<dyn Backend>, Failure> {
     let rounding = match name {
         BackendName::Cpu => {
             let weights = load(model, quiet)?;
-            let options = cpu::Options { threads, ..cpu::Options::default() };
             return Ok(Box::new(cpu::Cpu::new(model.clone(), weights, limits, options)?));
         }
         BackendName::Reference => reference::Rounding::None,

@@ -64,6 +64,11 @@ impl Party<'_> {
     }
 }
 
+/// What the CPU is told.
+pub fn options(args: &ParityArgs) -> cpu::Options {
+    cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() }
+}
+
 pub fn limits(args: &ParityArgs, positions: usize) -> Limits {
     Limits { pass_rows: open::pass_rows(args.chunk, positions), positions, kv: args.kv.into() }
 }
@@ -76,8 +81,8 @@ fn backends(
     cancel: &Cancel,
 ) -> Result<Parity, Failure> {
     let limits = limits(args, tokens.len());
-    let mut left = open::backend(&opened.model, a, args.threads, limits, args.json)?;
-    let mut right = open::backend(&opened.model, b, args.threads, limits, args.json)?;
+    let mut left = open::backend(&opened.model, a, options(args), limits, args.json)?;
+    let mut right = open::backend(&opened.model, b, options(args), limits, args.json)?;
     let mut experts = MappedExperts::new(&opened.model);
     let mut other = experts.clone();
     let mut a = Side { backend: &mut *left, experts: &mut experts };

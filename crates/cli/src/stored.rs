@@ -11,7 +11,7 @@ use model::{Intermediate, MappedExperts, Stage};
 use crate::args::{BackendName, ParityArgs};
 use crate::failure::Failure;
 use crate::open::{self, Opened};
-use crate::parity::limits;
+use crate::parity::{limits, options};
 use crate::report;
 
 /// Compares the logits of `backend` with those at `path`, which are the base.
@@ -34,7 +34,7 @@ pub fn with_backend(
         ));
     }
     let rows = rows.min(tokens.len());
-    let backend = open::backend(&opened.model, backend, args.threads, limits(args, rows), args.json)?;
+    let backend = open::backend(&opened.model, backend, options(args), limits(args, rows), args.json)?;
     let experts = Box::new(MappedExperts::new(&opened.model));
     let options = Options { chunk: args.chunk, context: rows };
     let mut engine = Engine::new(opened.model.clone(), backend, experts, options);

@@ -245,16 +245,19 @@ fn logits_perplexity_and_parity_agree_with_each_other() {
     let text = std::fs::read_to_string(repository("scripts/fixtures/oracle.py")).unwrap();
     let text = folder.write("text.py", &text[..1500]);
     let base = folder.file("base.npy");
-    let scored = ["perplexity", &pocket(), "-f", &text, "--window", "128", "--kv", "f32", "--json"];
+    let rounded = ["perplexity", &pocket(), "-f", &text, "--window", "128", "--kv", "f32", "--json"];
+    let scored = [&rounded[..], &["--exact"]].concat();
     let first = json(&[&scored[..], &["--save-base", &base]].concat());
     let second = json(&[&scored[..], &["--base", &base]].concat());
     assert_eq!(first["nats_per_token"], second["nats_per_token"]);
     assert_eq!((&second["kl_max"], &second["top1"]), (&0.0.into(), &1.0.into()), "the same run");
     let reference = json(&[&scored[..], &["--base", &base, "--backend", "reference"]].concat());
+    let integers = json(&[&rounded[..], &["--base", &base]].concat());
+    assert!(integers["kl_mean"].as_f64().unwrap() < 2e-3, "{integers}");
     assert!(reference["kl_mean"].as_f64().unwrap() < 1e-7 && reference["top1"] == 1.0, "{reference}");
 
     let npy = folder.file("logits.npy");
-    ok(&["logits", &pocket(), "-f", &text, "--rows", "0..100", "--kv", "f32", "-o", &npy]);
+    ok(&["logits", &pocket(), "-f", &text, "--rows", "0..100", "--kv", "f32", "--exact", "-o", &npy]);
     let args = ["parity", &pocket(), "reference", &npy, "-f", &text, "--kv", "f32"];
     assert!(ok(&args).contains("passed"));
     fails_with_negative(&[&args[..], &["--max-kl", "0"]].concat());
@@ -264,7 +267,8 @@ fn logits_perplexity_and_parity_agree_with_each_other() {
     let neither = ["parity", &pocket(), "reference", "gpu", "-f", &text];
     fails(&neither, 2, &["`gpu`", "neither a backend nor"]);
 
-    let both = json(&["parity", &pocket(), "reference", "cpu", "-f", &text, "--limit", "100", "--json"]);
+    let both =
+        json(&["parity", &pocket(), "reference", "cpu", "-f", &text, "--limit", "100", "--json", "--exact"]);
     assert_eq!((&both["passed"], &both["routes_differ"]), (&true.into(), &0.into()));
     assert_eq!(
         both["stages"].as_array().unwrap().len(),

@@ -9,8 +9,8 @@ use model::state::{PAGE, PageId};
 use model::{AttentionWeights, GRID, ResidentMatrix, Spec};
 
 use crate::embed;
-use crate::gemm::{self, Product, Then};
-use crate::kernels::Kernels;
+use crate::gemm::{self, Input, Product, Then};
+use crate::kernels::{GROUP, Kernels};
 use crate::memory::{Out, Rows};
 use crate::open::{Buffers, Open, carve};
 use crate::team::{Scratch, Team};
@@ -58,11 +58,11 @@ pub(crate) fn project(
 ) {
     let (cols, count, attention) = (spec.hidden, rows.len(), &spec.attention);
     let (queries, kv, dim) = (attention.query_dim(), attention.kv_dim(), attention.head_dim);
-    let Buffers { hidden, norm, block, rope, .. } = &mut open.buffers;
-    let norm = &mut norm[rows.start * cols..];
+    let Buffers { hidden, norm, codes, block, rope, .. } = &mut open.buffers;
+    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (cols / GROUP)..]);
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
-    embed::norm(team, x, norm_weight, spec.rms_eps, Out::new(norm, cols));
-    let x = Rows::new(norm, cols, count);
+    embed::norm(team, x, (norm_weight, spec.rms_eps), norm, codes);
+    let x = Input::with(team, Rows::new(norm, cols, count), Rows::new(codes, cols / GROUP, count), cols);
     let [q, gate, k, v] = carve(block, parts(spec, count));
     let outs = [Out::new(q, queries), Out::new(gate, queries), Out::new(k, kv), Out::new(v, kv)];
     let matrices = [&weights.query, &weights.gate, &weights.key, &weights.value];
@@ -298,9 +298,9 @@ impl Mixer<'_> {
 /// Output projection and residual.
 pub(crate) fn out(team: &mut Team, spec: &Spec, weights: &LayerWeights, open: &mut Open, rows: Range<usize>) {
     let (count, queries) = (rows.len(), spec.attention.query_dim());
-    let Buffers { hidden, block, .. } = &mut open.buffers;
+    let Buffers { hidden, block, block_codes, .. } = &mut open.buffers;
     let [mixed, ..] = carve(block, parts(spec, count));
-    let x = Rows::new(mixed, queries, count);
+    let x = Input::round(team, Rows::new(mixed, queries, count), queries, block_codes);
     let out = Out::new(&mut hidden[rows.start * spec.hidden..], spec.hidden);
     gemm::dense(team, &[Product { weights: (&weights.out).into(), x, out, then: Then::Add }]);
 }

@@ -8,8 +8,8 @@ use model::state::host::HostState;
 use model::{DeltaSpec, DeltaWeights, ResidentMatrix, Run, Spec};
 
 use crate::embed;
-use crate::gemm::{self, Product, Then};
-use crate::kernels::Kernels;
+use crate::gemm::{self, Input, Product, Then};
+use crate::kernels::{GROUP, Kernels};
 use crate::memory::{Out, Rows};
 use crate::open::{Buffers, Open, carve};
 use crate::team::{Scratch, Team};
@@ -35,11 +35,11 @@ pub(crate) fn project(
     rows: Range<usize>,
 ) {
     let (cols, count, delta) = (spec.hidden, rows.len(), &spec.delta);
-    let Buffers { hidden, norm, block, .. } = &mut open.buffers;
-    let norm = &mut norm[rows.start * cols..];
+    let Buffers { hidden, norm, codes, block, .. } = &mut open.buffers;
+    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (cols / GROUP)..]);
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
-    embed::norm(team, x, norm_weight, spec.rms_eps, Out::new(norm, cols));
-    let x = Rows::new(norm, cols, count);
+    embed::norm(team, x, (norm_weight, spec.rms_eps), norm, codes);
+    let x = Input::with(team, Rows::new(norm, cols, count), Rows::new(codes, cols / GROUP, count), cols);
     let [qkv, z, beta_alpha] = carve(block, parts(spec, count));
     let outs = [
         (&weights.qkv, Out::new(qkv, delta.channels())),
@@ -53,9 +53,10 @@ pub(crate) fn project(
 /// Output projection and residual.
 pub(crate) fn out(team: &mut Team, spec: &Spec, weights: &LayerWeights, open: &mut Open, rows: Range<usize>) {
     let (count, delta) = (rows.len(), &spec.delta);
-    let Buffers { hidden, block, .. } = &mut open.buffers;
+    let Buffers { hidden, block, block_codes, .. } = &mut open.buffers;
     let [qkv, ..] = carve(block, parts(spec, count));
     let x = Rows::new(&qkv[2 * delta.key_dim()..], delta.channels(), count);
+    let x = Input::round(team, x, delta.value_dim(), block_codes);
     let out = Out::new(&mut hidden[rows.start * spec.hidden..], spec.hidden);
     gemm::dense(team, &[Product { weights: (&weights.out).into(), x, out, then: Then::Add }]);
 }

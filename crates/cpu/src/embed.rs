@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use model::{Model, Result};
 
+use crate::gemm;
+use crate::kernels::{GROUP, Group};
 use crate::memory::{Out, Rows};
 use crate::open::Open;
 use crate::team::Team;
@@ -26,14 +28,27 @@ pub(crate) fn embed(team: &mut Team, model: &Model, open: &mut Open, rows: Range
     failure.into_inner().expect("nobody panics with it").map_or(Ok(()), Err)
 }
 
-/// RMS norm of some rows: `out` has a row for each row of `x`.
-pub(crate) fn norm(team: &mut Team, x: Rows, weight: &[f32], eps: f32, out: Out) {
+/// RMS norm of some rows: `out` has a row for each row of `x`, and so has `codes`, where it goes as integers if
+/// products want them.
+pub(crate) fn norm(
+    team: &mut Team,
+    x: Rows,
+    (weight, eps): (&[f32], f32),
+    out: &mut [f32],
+    codes: &mut [Group],
+) {
     let (kernels, cols) = (team.kernels, weight.len());
+    let rounds = gemm::rounds(team, cols);
+    let (out, codes) = (Out::new(out, cols), Out::new(codes, cols / GROUP));
     team.split(x.count(), |part, _| {
         for row in part {
             // SAFETY: each row belongs to one member.
             let to = unsafe { out.part(row, 0, cols) };
             (kernels.rms_norm)(x.row(row, cols), weight, eps, to);
+            if rounds {
+                // SAFETY: as above.
+                (kernels.round)(to, unsafe { codes.part(row, 0, cols / GROUP) });
+            }
         }
     });
 }

@@ -7,18 +7,21 @@
 //! The sum over k is cut every [`K_BLOCK`] columns; inside a block the kernel fixes the order, and blocks are
 //! added in order. So a row's products depend on that row and the weights alone, however many rows come
 //! with it and whoever computes them.
+//!
+//! Inputs that come rounded to integers meet quantised weights as integers ([`integers`]), everything else
+//! is multiplied in single precision.
+
+mod integers;
 
 use std::ops::Range;
 
+pub(crate) use integers::{Input, rounds};
 use model::ResidentMatrix;
 use quant::Type;
 
-use crate::kernels::Kernels;
+use crate::kernels::{Kernels, PANEL};
 use crate::memory::{Out, Rows};
 use crate::team::{Scratch, Team};
-
-/// Weight rows of a panel.
-const PANEL: usize = 16;
 
 /// Rows that meet a panel together: their products stay in the first cache.
 const CHUNK: usize = 32;
@@ -92,7 +95,7 @@ pub(crate) struct Product<'a> {
     /// The weights.
     pub(crate) weights: Weights<'a>,
     /// The inputs.
-    pub(crate) x: Rows<'a>,
+    pub(crate) x: Input<'a>,
     /// Where the outputs go, one row for each of `x`.
     pub(crate) out: Out,
     /// What becomes of them.
@@ -135,7 +138,7 @@ pub(crate) struct GateUp<'a> {
     /// [width, hidden].
     pub(crate) up: Weights<'a>,
     /// The group's rows.
-    pub(crate) x: Rows<'a>,
+    pub(crate) x: Input<'a>,
     /// Row of the output where the group begins.
     pub(crate) first: usize,
 }
@@ -169,7 +172,7 @@ pub(crate) struct Down<'a> {
     /// [hidden, width].
     pub(crate) weights: Weights<'a>,
     /// What the first half made of the group's rows.
-    pub(crate) x: Rows<'a>,
+    pub(crate) x: Input<'a>,
     /// Row of the sum for each row of the group.
     pub(crate) rows: &'a [u32],
     /// Factor of each row.
@@ -223,6 +226,20 @@ pub(crate) fn down(
 /// Multiplies all rows of `x` with some panels. `emit` is given a range of rows and, for each panel, their
 /// products: [rows of the range][PANEL].
 fn panels<const P: usize>(
+    kernels: &Kernels,
+    scratch: &mut Scratch,
+    weights: [Weights; P],
+    x: Input,
+    emit: impl FnMut(Range<usize>, [&mut [f32]; P]),
+) {
+    match x.codes_for(&weights) {
+        Some(codes) => integers::panels(kernels, scratch, weights, codes, emit),
+        None => numbers(kernels, scratch, weights, x.numbers, emit),
+    }
+}
+
+/// As [`panels`], in single precision.
+fn numbers<const P: usize>(
     kernels: &Kernels,
     scratch: &mut Scratch,
     weights: [Weights; P],

@@ -3,8 +3,9 @@
 use model::{Matrix, ResidentWeights, Spec};
 
 use crate::embed;
-use crate::gemm::{self, Product, Then};
-use crate::memory::{Out, Rows};
+use crate::gemm::{self, Input, Product, Then};
+use crate::kernels::{GROUP, Group};
+use crate::memory::{Out, Rows, reserve};
 use crate::open::Open;
 use crate::team::Team;
 
@@ -19,12 +20,16 @@ pub(crate) fn head(team: &mut Team, spec: &Spec, weights: &ResidentWeights, open
     let index: Vec<u32> = wanted.iter().map(|&row| row as u32).collect();
     buffers.last.resize(index.len() * cols, 0.0);
     let x = Rows::gather(&buffers.hidden, cols, &index);
-    embed::norm(team, x, &weights.output_norm, spec.rms_eps, Out::new(&mut buffers.last, cols));
+    let per_row = cols / GROUP;
+    reserve(&mut buffers.last_codes, index.len() * per_row, Group::ZERO);
+    let (last, codes) = (&mut buffers.last, &mut buffers.last_codes);
+    embed::norm(team, x, (&weights.output_norm, spec.rms_eps), last, codes);
 
     let index: Vec<u32> = open.pass.logits.iter().map(|&row| place(wanted, row) as u32).collect();
     buffers.logits.resize(index.len() * spec.vocab, 0.0);
     let out = Out::new(&mut buffers.logits, spec.vocab);
-    let x = Rows::gather(&buffers.last, cols, &index);
+    let codes = Rows::gather(&buffers.last_codes, per_row, &index);
+    let x = Input::with(team, Rows::gather(&buffers.last, cols, &index), codes, cols);
     gemm::dense(team, &[Product { weights: (&weights.output).into(), x, out, then: Then::Store }]);
 }
 

@@ -4,9 +4,13 @@
 //! function pointers is chosen when the backend starts; the stages see nothing but the table.
 
 mod decode;
+mod int8;
 mod product;
 mod rows;
 mod simd;
+mod unpack;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -16,11 +20,15 @@ use half::f16;
 use quant::Type;
 
 use crate::error::Error;
+pub(crate) use int8::{COLUMNS, Form, GROUP, Group, PANEL, Panel};
 use product::{Factor, Target};
+pub(crate) use unpack::{form, is_integer};
 
 /// A set of instructions that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Variant {
+    /// AVX-512 with its integer dot products (F, BW, DQ, VL, VNNI, VBMI).
+    Vnni,
     /// AVX-512 (F, BW, DQ, VL).
     Avx512,
     /// AVX2 with FMA and F16C.
@@ -31,11 +39,12 @@ pub enum Variant {
 
 impl Variant {
     /// Every variant, the best one first.
-    pub const ALL: [Variant; 3] = [Variant::Avx512, Variant::Avx2, Variant::Portable];
+    pub const ALL: [Variant; 4] = [Variant::Vnni, Variant::Avx512, Variant::Avx2, Variant::Portable];
 
     /// Its name, as users type it.
     pub fn name(self) -> &'static str {
         match self {
+            Variant::Vnni => "avx512-vnni",
             Variant::Avx512 => "avx512",
             Variant::Avx2 => "avx2",
             Variant::Portable => "portable",
@@ -45,6 +54,11 @@ impl Variant {
     /// The variant called `name`.
     pub fn from_name(name: &str) -> Option<Variant> {
         Variant::ALL.into_iter().find(|variant| variant.name() == name)
+    }
+
+    /// Whether products of integers are faster than those of numbers with it.
+    pub fn prefers_integers(self) -> bool {
+        self == Variant::Vnni
     }
 
     /// Whether this machine can run it.
@@ -69,6 +83,14 @@ pub(crate) struct Kernels {
     pub(crate) widen: fn(&[f16], &mut [f32]),
     /// Products with rows: see [`product::dot_form`].
     pub(crate) dot_form: DotForm,
+    /// Activations to integers: see [`int8::round`].
+    pub(crate) round: fn(&[f32], &mut [Group]),
+    /// Whole blocks of up to a panel's rows to integers: see [`int8::fill`].
+    pub(crate) fill: Fill,
+    /// Asks for a cache line that will be read soon.
+    pub(crate) prefetch: fn(*const u8),
+    /// Products of integers: see [`int8::product`].
+    pub(crate) int_product: IntProduct,
     /// Products with columns: see [`product::sum_form`].
     pub(crate) sum_form: SumForm,
     /// Σ a · b.
@@ -99,6 +121,10 @@ pub(crate) struct Kernels {
 type DotForm = unsafe fn(&[*const f32], Factor, (usize, usize), Target, bool);
 /// (rows, k, n), a, b, out, whether to add.
 type SumForm = unsafe fn((usize, usize, usize), Factor, Factor, Target, bool);
+/// type, blocks of each row, columns, panel.
+type Fill = fn(Type, &[&[u8]], usize, &mut Panel);
+/// x, panels and their outputs, (groups, form), whether to add.
+type IntProduct = unsafe fn(&[*const Group], &[(&Panel, *mut f32)], (usize, Form), bool);
 type Convolve = fn(&[&[f32]], &[&[f32]], &mut [f32]);
 type SoftmaxBlock = fn(&mut [f32], f32, f32) -> (f32, f32, f32);
 type DeltaStep = fn(&mut [f32], (&[f32], &[f32], &[f32]), (f32, f32), &mut [f32], &mut [f32]);
@@ -131,6 +157,21 @@ macro_rules! kernels {
         ) {
             // SAFETY: the caller's promise is the same.
             unsafe { product::dot_form::<$simd>(x, w, shape, out, add) }
+        }
+        $(#[target_feature(enable = $features)])?
+        fn round(x: &[f32], out: &mut [Group]) {
+            int8::round(x, out);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
+            int8::fill(ty, rows, columns, panel, int8::transpose);
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn int_product(
+            x: &[*const Group], panels: &[(&Panel, *mut f32)], shape: (usize, Form), add: bool,
+        ) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { int8::product(x, panels, shape, add) }
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn sum_form(
@@ -193,6 +234,10 @@ macro_rules! kernels {
             decode: |ty, bytes, out| unsafe { decode_(ty, bytes, out) },
             widen: |from, to| unsafe { widen(from, to) },
             dot_form,
+            round: |x, out| unsafe { round(x, out) },
+            fill: |ty, rows, columns, panel| unsafe { fill(ty, rows, columns, panel) },
+            prefetch: |_| (),
+            int_product,
             sum_form,
             dot: |a, b| unsafe { dot(a, b) },
             rms_norm: |x, weight, eps, out| unsafe { rms_norm(x, weight, eps, out) },
@@ -218,6 +263,15 @@ static AVX2: Kernels = kernels!(x86::Avx2, Variant::Avx2, "avx2,fma,f16c");
 static AVX512: Kernels =
     kernels!(x86::Avx512, Variant::Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
 
+#[cfg(target_arch = "x86_64")]
+static VNNI: Kernels = Kernels {
+    // SAFETY: `table` hands this out only where the features are.
+    fill: |ty, rows, columns, panel| unsafe { vnni::fill(ty, rows, columns, panel) },
+    prefetch: vnni::prefetch,
+    int_product: vnni::product,
+    ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+};
+
 /// The table of a variant, if this machine can run it.
 #[cfg(target_arch = "x86_64")]
 fn table(variant: Variant) -> Option<&'static Kernels> {
@@ -229,7 +283,9 @@ fn table(variant: Variant) -> Option<&'static Kernels> {
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl");
+    let vnni = avx512 && is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi");
     match variant {
+        Variant::Vnni => vnni.then_some(&VNNI),
         Variant::Avx512 => avx512.then_some(&AVX512),
         Variant::Avx2 => avx2.then_some(&AVX2),
         Variant::Portable => Some(&PORTABLE),

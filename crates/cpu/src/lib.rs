@@ -34,7 +34,7 @@ pub use error::Error;
 pub use kernels::Variant;
 
 use kernels::Kernels;
-use memory::Aligned;
+use moe::Inner;
 use open::{Buffers, Open};
 use pool::Pool;
 use team::Team;
@@ -54,6 +54,10 @@ pub struct Options {
     pub variant: Option<Variant>,
     /// Whether each thread stays on its core.
     pub pin: bool,
+    /// Whether activations keep single precision where they meet quantised weights. Slower; otherwise they are
+    /// rounded to eight bits with one scale for every 32 of them, if the kernels gain by it
+    /// ([`Variant::prefers_integers`]).
+    pub exact: bool,
 }
 
 /// The backend.
@@ -70,7 +74,7 @@ pub struct Cpu {
     /// Buffers of passes that ended.
     spare: Vec<Buffers>,
     /// What the first halves of experts make.
-    inner: Aligned,
+    inner: Inner,
 }
 
 impl Cpu {
@@ -87,6 +91,7 @@ impl Cpu {
     ) -> Result<Cpu, Error> {
         let weights = weights.into();
         let kernels = Kernels::choose(wanted_variant(&options)?)?;
+        let exact = options.exact || !kernels.variant.prefers_integers();
         let count = options.threads.unwrap_or_else(topology::physical_cores);
         if count == 0 || count > MOST_THREADS {
             return Err(Error::ThreadCount { found: count, most: MOST_THREADS });
@@ -97,16 +102,16 @@ impl Cpu {
             capabilities: Capabilities {
                 name: "cpu",
                 variant: kernels.variant.name().to_string(),
-                kernel_version: 1,
+                kernel_version: if exact { 1 } else { 2 },
                 block_rows: BLOCK_ROWS,
                 smallest_chunk: 1,
             },
             limits,
             state: HostState::new(&model.spec, limits.kv, limits.positions),
-            team: Team::new(pool, kernels),
+            team: Team::new(pool, kernels, exact),
             passes: Vec::new(),
             spare: Vec::new(),
-            inner: Aligned::default(),
+            inner: Inner::default(),
             model,
             weights,
         })

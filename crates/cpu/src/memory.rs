@@ -1,6 +1,6 @@
 //! Memory that kernels work in.
 
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 
 /// Numbers on a cache line boundary, so that a vector never straddles two lines.
 #[derive(Debug, Default)]
@@ -45,24 +45,48 @@ impl DerefMut for Aligned {
     }
 }
 
+/// Makes room for at least `len` values. What they are is unspecified. Never shrinks.
+pub(crate) fn reserve<T: Copy>(values: &mut Vec<T>, len: usize, value: T) {
+    if len > values.len() {
+        values.clear();
+        values.resize(len, value);
+    }
+}
+
 /// A matrix that threads read: rows `stride` numbers apart, perhaps chosen by an index.
-#[derive(Clone, Copy)]
-pub(crate) struct Rows<'a> {
-    numbers: &'a [f32],
+#[derive(Debug)]
+pub(crate) struct Rows<'a, T = f32> {
+    numbers: &'a [T],
     stride: usize,
     count: usize,
     index: Option<&'a [u32]>,
 }
 
-impl<'a> Rows<'a> {
+impl<T> Clone for Rows<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Rows<'_, T> {}
+
+impl<'a, T> Rows<'a, T> {
     /// `count` rows, `stride` apart, of at most `stride` columns.
-    pub(crate) fn new(numbers: &'a [f32], stride: usize, count: usize) -> Rows<'a> {
+    pub(crate) fn new(numbers: &'a [T], stride: usize, count: usize) -> Rows<'a, T> {
         Rows { numbers, stride, count, index: None }
     }
 
     /// The rows that `index` names.
-    pub(crate) fn gather(numbers: &'a [f32], stride: usize, index: &'a [u32]) -> Rows<'a> {
+    pub(crate) fn gather(numbers: &'a [T], stride: usize, index: &'a [u32]) -> Rows<'a, T> {
         Rows { numbers, stride, count: index.len(), index: Some(index) }
+    }
+
+    /// Some of the rows, which lie one after the other.
+    pub(crate) fn part(&self, rows: Range<usize>) -> Rows<'a, T> {
+        match self.index {
+            None => Rows { numbers: &self.numbers[rows.start * self.stride..], count: rows.len(), ..*self },
+            Some(index) => Rows { count: rows.len(), index: Some(&index[rows]), ..*self },
+        }
     }
 
     /// Number of rows.
@@ -71,7 +95,7 @@ impl<'a> Rows<'a> {
     }
 
     /// The first `cols` columns of row `i`.
-    pub(crate) fn row(&self, i: usize, cols: usize) -> &'a [f32] {
+    pub(crate) fn row(&self, i: usize, cols: usize) -> &'a [T] {
         let row = self.index.map_or(i, |index| index[i] as usize);
         &self.numbers[row * self.stride..][..cols]
     }
@@ -81,21 +105,29 @@ impl<'a> Rows<'a> {
 ///
 /// Kernels write columns of rows that lie interleaved with those of other threads, which slices cannot
 /// express.
-#[derive(Clone, Copy)]
-pub(crate) struct Out {
-    start: *mut f32,
+#[derive(Debug)]
+pub(crate) struct Out<T = f32> {
+    start: *mut T,
     len: usize,
     stride: usize,
 }
 
-// SAFETY: access goes through `Out::part`, whose callers promise disjoint parts.
-unsafe impl Send for Out {}
-// SAFETY: as above.
-unsafe impl Sync for Out {}
+impl<T> Clone for Out<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
 
-impl Out {
+impl<T> Copy for Out<T> {}
+
+// SAFETY: access goes through `Out::part`, whose callers promise disjoint parts.
+unsafe impl<T: Send> Send for Out<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Out<T> {}
+
+impl<T> Out<T> {
     /// Rows `stride` apart. The numbers must outlive every use; a region borrows nothing longer.
-    pub(crate) fn new(numbers: &mut [f32], stride: usize) -> Out {
+    pub(crate) fn new(numbers: &mut [T], stride: usize) -> Out<T> {
         Out { start: numbers.as_mut_ptr(), len: numbers.len(), stride }
     }
 
@@ -107,7 +139,7 @@ impl Out {
     /// # Panics
     /// If the part does not lie inside.
     #[allow(clippy::mut_from_ref)] // the caller's promise
-    pub(crate) unsafe fn part(&self, row: usize, column: usize, len: usize) -> &mut [f32] {
+    pub(crate) unsafe fn part(&self, row: usize, column: usize, len: usize) -> &mut [T] {
         let start = row * self.stride + column;
         assert!(start + len <= self.len, "outside of the matrix");
         // SAFETY: inside the numbers this was made of; exclusive by the caller's promise.

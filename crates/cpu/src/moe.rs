@@ -9,7 +9,8 @@ use std::ops::Range;
 use model::{Model, MoeWeights, ResidentMatrix, Result, Slot, Spec, Wave};
 
 use crate::embed;
-use crate::gemm::{self, Down, GateUp, Product, Then, Weights};
+use crate::gemm::{self, Down, GateUp, Input, Product, Then, Weights};
+use crate::kernels::{GROUP, Group};
 use crate::memory::{Aligned, Out, Rows};
 use crate::open::{Buffers, Open, Pairs, carve};
 use crate::team::Team;
@@ -38,16 +39,17 @@ pub(crate) fn route(
     rows: Range<usize>,
 ) {
     let (cols, count) = (spec.hidden, rows.len());
-    let Buffers { hidden, norm, block, ids, weights: chosen, pairs, .. } = &mut open.buffers;
+    let Buffers { hidden, norm, codes, block, ids, weights: chosen, pairs, .. } = &mut open.buffers;
     pairs.valid = false;
-    let norm = &mut norm[rows.start * cols..];
+    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (cols / GROUP)..]);
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
-    embed::norm(team, x, &weights.norm, spec.rms_eps, Out::new(norm, cols));
+    embed::norm(team, x, (&weights.norm, spec.rms_eps), norm, codes);
 
     let experts = spec.moe.experts;
     let [logits] = carve(block, router_parts(spec, count));
     let out = Out::new(logits, experts);
-    let x = Rows::new(norm, cols, count);
+    // In single precision: a choice turned by rounding changes whole experts.
+    let x = Input::exact(Rows::new(norm, cols, count));
     gemm::dense(team, &[Product { weights: (&weights.router).into(), x, out, then: Then::Store }]);
 
     let used = spec.moe.used;
@@ -95,8 +97,10 @@ pub(crate) fn shared(
     rows: Range<usize>,
 ) {
     let (cols, count, width) = (spec.hidden, rows.len(), spec.moe.shared_width);
-    let Buffers { norm, sum, block, .. } = &mut open.buffers;
-    let x = Rows::new(&norm[rows.start * cols..], cols, count);
+    let Buffers { norm, codes, block_codes, sum, block, .. } = &mut open.buffers;
+    let numbers = Rows::new(&norm[rows.start * cols..], cols, count);
+    let codes = Rows::new(&codes[rows.start * (cols / GROUP)..], cols / GROUP, count);
+    let x = Input::with(team, numbers, codes, cols);
     let [inner, factors] = carve(block, shared_parts(spec, count));
     let group = GateUp { gate: (&weights.shared_gate).into(), up: (&weights.shared_up).into(), x, first: 0 };
     gemm::gate_up(team, &[group], Out::new(inner, width));
@@ -104,13 +108,13 @@ pub(crate) fn shared(
     let (kernels, out) = (team.kernels, Out::new(factors, 1));
     team.split(count, |part, _| {
         for row in part {
-            let logit = (kernels.dot)(x.row(row, cols), &weights.shared_router);
+            let logit = (kernels.dot)(numbers.row(row, cols), &weights.shared_router);
             // SAFETY: each row belongs to one member.
             unsafe { out.part(row, 0, 1)[0] = 1.0 / (1.0 + (-logit).exp()) };
         }
     });
     let out = Out::new(&mut sum[rows.start * cols..], cols);
-    let x = Rows::new(inner, width, count);
+    let x = Input::round(team, Rows::new(inner, width, count), width, block_codes);
     let then = Then::Scale(factors);
     gemm::dense(team, &[Product { weights: (&weights.shared_down).into(), x, out, then }]);
 }
@@ -148,6 +152,13 @@ pub(crate) fn used(pairs: &Pairs) -> Vec<u32> {
     (0..pairs.starts.len() - 1).filter(|&e| pairs.starts[e] < pairs.starts[e + 1]).map(|e| e as u32).collect()
 }
 
+/// What the first halves of experts make: rows of pairs.
+#[derive(Default)]
+pub(crate) struct Inner {
+    numbers: Aligned,
+    codes: Vec<Group>,
+}
+
 /// Some pairs of one expert, and its weights.
 struct Piece<'a> {
     gate: Weights<'a>,
@@ -160,7 +171,7 @@ struct Piece<'a> {
 pub(crate) fn experts(
     team: &mut Team,
     model: &Model,
-    inner: &mut Aligned,
+    inner: &mut Inner,
     open: &mut Open,
     layer: usize,
     wave: &Wave,
@@ -168,9 +179,9 @@ pub(crate) fn experts(
     let spec = &model.spec;
     let (cols, rows, width) = (spec.hidden, open.pass.rows(), spec.moe.widths[layer]);
     group(spec, rows, &mut open.buffers);
-    let Buffers { hidden, norm, sum, pairs, .. } = &mut open.buffers;
+    let Buffers { hidden, norm, codes, sum, pairs, .. } = &mut open.buffers;
     let (hidden, sum) = (Out::new(hidden, cols), Out::new(sum, cols));
-    inner.reserve(PAIRS.min(pairs.rows.len()) * width);
+    inner.numbers.reserve(PAIRS.min(pairs.rows.len()) * width);
     let mut pieces = pieces(model, layer, wave, pairs)?.into_iter().peekable();
     loop {
         let mut turn = Vec::new();
@@ -180,7 +191,7 @@ pub(crate) fn experts(
             turn.push(piece);
         }
         let done = pieces.peek().is_none();
-        turn_of_experts(team, &turn, norm, pairs, inner, (width, cols), sum, {
+        turn_of_experts(team, &turn, (norm, codes), pairs, inner, (width, cols), sum, {
             (done && wave.last).then_some((hidden, rows))
         });
         if done {
@@ -224,9 +235,9 @@ fn pieces<'a>(model: &'a Model, layer: usize, wave: &Wave, pairs: &Pairs) -> Res
 fn turn_of_experts(
     team: &mut Team,
     turn: &[Piece],
-    norm: &[f32],
+    (norm, codes): (&[f32], &[Group]),
     pairs: &Pairs,
-    inner: &mut [f32],
+    inner: &mut Inner,
     (width, cols): (usize, usize),
     sum: Out,
     residual: Option<(Out, usize)>,
@@ -243,18 +254,23 @@ fn turn_of_experts(
         .map(|(piece, &first)| GateUp {
             gate: piece.gate,
             up: piece.up,
-            x: Rows::gather(norm, cols, &pairs.rows[piece.pairs.clone()]),
+            x: {
+                let index = &pairs.rows[piece.pairs.clone()];
+                let codes = Rows::gather(codes, cols / GROUP, index);
+                Input::with(team, Rows::gather(norm, cols, index), codes, cols)
+            },
             first,
         })
         .collect();
-    gemm::gate_up(team, &groups, Out::new(inner, width));
-    let inner = &*inner;
+    gemm::gate_up(team, &groups, Out::new(&mut inner.numbers, width));
+    let count: usize = turn.iter().map(|piece| piece.pairs.len()).sum();
+    let all = Input::round(team, Rows::new(&inner.numbers, width, count), width, &mut inner.codes);
     let groups: Vec<Down> = turn
         .iter()
         .zip(&firsts)
         .map(|(piece, &first)| Down {
             weights: piece.down,
-            x: Rows::new(&inner[first * width..], width, piece.pairs.len()),
+            x: all.part(first..first + piece.pairs.len()),
             rows: &pairs.rows[piece.pairs.clone()],
             factors: &pairs.weights[piece.pairs.clone()],
         })

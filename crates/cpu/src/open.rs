@@ -5,7 +5,8 @@ use std::ops::Range;
 use model::state::OpenPass;
 use model::{Pass, Spec, Stage};
 
-use crate::memory::Aligned;
+use crate::kernels::{GROUP, Group};
+use crate::memory::{Aligned, reserve};
 
 /// A pass between begin and commit.
 pub(crate) struct Open {
@@ -23,6 +24,10 @@ pub(crate) struct Buffers {
     pub(crate) hidden: Aligned,
     /// Normed rows, input of whatever follows a norm: [rows, hidden].
     pub(crate) norm: Aligned,
+    /// `norm` as integers: [rows, hidden / GROUP].
+    pub(crate) codes: Vec<Group>,
+    /// Other inputs of products as integers.
+    pub(crate) block_codes: Vec<Group>,
     /// Sum of shared and routed experts: [rows, hidden].
     pub(crate) sum: Aligned,
     /// What lives between the stages of a block of rows; see [`carve`].
@@ -37,6 +42,8 @@ pub(crate) struct Buffers {
     pub(crate) pairs: Pairs,
     /// Final hidden states of the rows that want logits or hidden states.
     pub(crate) last: Vec<f32>,
+    /// The same as integers.
+    pub(crate) last_codes: Vec<Group>,
     /// Those rows.
     pub(crate) last_rows: Vec<usize>,
     /// Logits of the rows that want them.
@@ -62,6 +69,7 @@ impl Buffers {
         for buffer in [&mut self.hidden, &mut self.norm, &mut self.sum] {
             buffer.reserve(rows * spec.hidden);
         }
+        reserve(&mut self.codes, rows * (spec.hidden / GROUP), Group::ZERO);
         for buffer in [&mut self.ids, &mut self.weights] {
             buffer.reserve(rows * spec.moe.used);
         }
@@ -75,6 +83,9 @@ impl Buffers {
         ];
         let most = lens.into_iter().map(carved_len).max();
         self.block.reserve(most.unwrap_or(0));
+        let widest = [spec.delta.value_dim(), spec.attention.query_dim(), spec.moe.shared_width];
+        let widest = widest.into_iter().max().unwrap_or(0);
+        reserve(&mut self.block_codes, block * (widest / GROUP), Group::ZERO);
         self.pairs.valid = false;
     }
 }

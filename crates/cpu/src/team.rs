@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use crate::kernels::Kernels;
+use crate::kernels::{Kernels, Panel};
 use crate::memory::Aligned;
 use crate::pool::Pool;
 
@@ -12,6 +12,8 @@ use crate::pool::Pool;
 pub(crate) struct Scratch {
     /// Decoded weights of the panels at hand.
     pub(crate) panel: Aligned,
+    /// The same as integers.
+    pub(crate) panels: Vec<Panel>,
     /// Products of the rows at hand.
     pub(crate) tile: Aligned,
     /// Whatever a mixer needs.
@@ -24,13 +26,15 @@ pub(crate) struct Team {
     scratch: Vec<Mutex<Scratch>>,
     /// The kernels of this machine.
     pub(crate) kernels: &'static Kernels,
+    /// Whether activations are never rounded.
+    pub(crate) exact: bool,
 }
 
 impl Team {
     /// A team on a pool.
-    pub(crate) fn new(pool: Pool, kernels: &'static Kernels) -> Team {
+    pub(crate) fn new(pool: Pool, kernels: &'static Kernels, exact: bool) -> Team {
         let scratch = (0..pool.threads()).map(|_| Mutex::default()).collect();
-        Team { pool, scratch, kernels }
+        Team { pool, scratch, kernels, exact }
     }
 
     /// Members.

@@ -85,7 +85,8 @@ fn every_variant_and_weight_type_keeps_the_promise() {
         let model = &tiny.model;
         let tokens = prompt(130, 5);
         for variant in Variant::ALL.into_iter().filter(|v| v.is_available()) {
-            let with = |threads| Options { threads: Some(threads), variant: Some(variant), pin: false };
+            let with =
+                |threads| Options { threads: Some(threads), variant: Some(variant), ..Options::default() };
             let expected = logits(&mut backend(model, with(1)), model, &tokens, 2048);
             let found = logits(&mut backend(model, with(3)), model, &tokens, 64);
             assert_same(&found, &expected, &format!("{variant}, {dense} and {experts}"));

@@ -12,7 +12,7 @@ use testkit::{Decay, Layout, Random, Recorder, TinyModel, TinyOptions, ingest, r
 const LIMITS: Limits = Limits { pass_rows: 2048, positions: 4096, kv: KvType::F32 };
 
 fn cpu(model: &Arc<Model>, variant: Option<Variant>) -> Cpu {
-    let options = Options { threads: Some(3), variant, pin: false };
+    let options = Options { threads: Some(3), variant, exact: true, ..Options::default() };
     Cpu::new(model.clone(), model.load(&mut |_, _| {}).unwrap(), LIMITS, options).unwrap()
 }
 

@@ -170,11 +170,31 @@ fn all_logits(engine: &mut Engine, tokens: &[u32]) -> Vec<f32> {
 fn logits_do_not_depend_on_the_chunk() {
     let model = pocket();
     let tokens = fixture_tokens();
-    let mut base: Option<Vec<f32>> = None;
-    for chunk in [64, 128, 256, 2048] {
-        let mut engine = engine("cpu", &model, Options { chunk, context: 1024 });
-        let logits = all_logits(&mut engine, &tokens[..300]);
-        let base = base.get_or_insert_with(|| logits.clone());
-        assert!(base.iter().zip(&logits).all(|(a, b)| a.to_bits() == b.to_bits()), "chunk {chunk}");
+    for name in ["cpu", "cpu-int8"] {
+        let mut base: Option<Vec<f32>> = None;
+        for chunk in [64, 128, 256, 2048] {
+            let mut engine = engine(name, &model, Options { chunk, context: 1024 });
+            let logits = all_logits(&mut engine, &tokens[..300]);
+            let base = base.get_or_insert_with(|| logits.clone());
+            let same = base.iter().zip(&logits).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same, "{name}, chunk {chunk}");
+        }
     }
+}
+
+/// Rounding activations to eight bits costs what `docs/architecture.md` says.
+#[test]
+fn rounded_activations_hardly_move_the_predictions() {
+    let model = pocket();
+    let tokens = fixture_tokens();
+    let (mut a, mut b) = (backend("cpu", &model, 1024), backend("cpu-int8", &model, 1024));
+    let (mut experts, mut others) = (MappedExperts::new(&model), MappedExperts::new(&model));
+    let mut a = Side { backend: &mut *a, experts: &mut experts };
+    let mut b = Side { backend: &mut *b, experts: &mut others };
+    let result = parity(&model.spec, &mut a, &mut b, &tokens, 256, &Cancel::new(), &mut |_, _| ()).unwrap();
+    let logits = &result.logits;
+    let rounds = cpu::Variant::Vnni.is_available();
+    assert_eq!(logits.kl_mean() > 1e-7, rounds, "activations are rounded where that is faster");
+    assert!(logits.kl_mean() < 1e-3, "{}", logits.kl_mean());
+    assert!(logits.top_share() > 0.98, "{}", logits.top_share());
 }

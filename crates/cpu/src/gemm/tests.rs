@@ -7,15 +7,15 @@ use crate::Variant;
 use crate::pool::Pool;
 
 fn team(variant: Variant, threads: usize) -> Team {
-    Team::new(Pool::new(threads, false).unwrap(), Kernels::choose(Some(variant)).unwrap())
+    Team::new(Pool::new(threads, false).unwrap(), Kernels::choose(Some(variant)).unwrap(), true)
 }
 
-fn variants() -> impl Iterator<Item = Variant> {
+pub(in crate::gemm) fn variants() -> impl Iterator<Item = Variant> {
     Variant::ALL.into_iter().filter(|variant| variant.is_available())
 }
 
 /// Numbers between −1 and 1 that repeat nowhere near.
-fn numbers(count: usize, seed: u32) -> Vec<f32> {
+pub(in crate::gemm) fn numbers(count: usize, seed: u32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9) | 1;
     let step = |_| {
         state ^= state << 13;
@@ -47,36 +47,36 @@ fn blocks(ty: Type, count: usize, seed: u32) -> Vec<u8> {
     bytes
 }
 
-struct Case {
+pub(in crate::gemm) struct Case {
     ty: Type,
     rows: usize,
-    n: usize,
-    k: usize,
+    pub(in crate::gemm) n: usize,
+    pub(in crate::gemm) k: usize,
     bytes: Vec<u8>,
-    x: Vec<f32>,
+    pub(in crate::gemm) x: Vec<f32>,
 }
 
 impl Case {
-    fn new(ty: Type, rows: usize, n: usize, k: usize) -> Case {
+    pub(in crate::gemm) fn new(ty: Type, rows: usize, n: usize, k: usize) -> Case {
         let seed = (rows * 7919 + n * 31 + k) as u32 ^ ty.id() << 20;
         let bytes = blocks(ty, n * k / ty.block_len(), seed);
         Case { ty, rows, n, k, bytes, x: numbers(rows * k, seed + 1) }
     }
 
-    fn weights(&self) -> Weights<'_> {
+    pub(in crate::gemm) fn weights(&self) -> Weights<'_> {
         Weights { ty: self.ty, rows: self.n, cols: self.k, bytes: &self.bytes }
     }
 
     /// The product of some rows.
     fn product(&self, team: &mut Team, rows: Range<usize>) -> Vec<f32> {
         let mut out = vec![f32::NAN; rows.len() * self.n];
-        let x = Rows::new(&self.x[rows.start * self.k..], self.k, rows.len());
+        let x = Input::exact(Rows::new(&self.x[rows.start * self.k..], self.k, rows.len()));
         let target = Out::new(&mut out, self.n);
         dense(team, &[Product { weights: self.weights(), x, out: target, then: Then::Store }]);
         out
     }
 
-    fn check(&self, found: &[f32], what: &str) {
+    pub(in crate::gemm) fn check(&self, found: &[f32], what: &str) {
         let mut weights = vec![0.0; self.n * self.k];
         quant::decode(self.ty, &self.bytes, &mut weights).unwrap();
         for row in 0..self.rows {
@@ -150,13 +150,13 @@ fn products_can_be_added_and_scaled_and_share_a_region() {
         &[
             Product {
                 weights: one.weights(),
-                x: Rows::new(&one.x, 64, 33),
+                x: Input::exact(Rows::new(&one.x, 64, 33)),
                 out: Out::new(&mut added, 20),
                 then: Then::Add,
             },
             Product {
                 weights: two.weights(),
-                x: Rows::new(&two.x, 64, 33),
+                x: Input::exact(Rows::new(&two.x, 64, 33)),
                 out: Out::new(&mut scaled, 70),
                 then: Then::Scale(&factors),
             },
@@ -190,7 +190,7 @@ fn gated_networks_of_gathered_rows() {
             .map(|e| GateUp {
                 gate: Network::weights(&networks[e].gate, width),
                 up: Network::weights(&networks[e].up, width),
-                x: Rows::gather(&x, hidden, groups[e].0),
+                x: Input::exact(Rows::gather(&x, hidden, groups[e].0)),
                 first: firsts[e],
             })
             .collect();
@@ -198,7 +198,7 @@ fn gated_networks_of_gathered_rows() {
         let halves: Vec<Down> = (0..3)
             .map(|e| Down {
                 weights: Network::weights(&networks[e].down, hidden),
-                x: Rows::new(&inner[firsts[e] * width..], width, groups[e].0.len()),
+                x: Input::exact(Rows::new(&inner[firsts[e] * width..], width, groups[e].0.len())),
                 rows: groups[e].0,
                 factors: groups[e].1,
             })

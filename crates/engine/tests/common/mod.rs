@@ -16,13 +16,14 @@ pub fn pocket() -> Arc<Model> {
     Arc::new(Model::open(&repository("models/pocket.gguf")).unwrap())
 }
 
-/// A backend by name, f32 keys and values.
+/// A backend by name, f32 keys and values; `cpu` computes exactly, `cpu-int8` rounds activations.
 pub fn backend(name: &str, model: &Arc<Model>, positions: usize) -> Box<dyn Backend> {
     let limits = Limits { pass_rows: 2048 + model::GRID, positions, kv: KvType::F32 };
     match name {
-        "cpu" => {
+        "cpu" | "cpu-int8" => {
             let weights = model.load(&mut |_, _| ()).unwrap();
-            Box::new(cpu::Cpu::new(model.clone(), weights, limits, cpu::Options::default()).unwrap())
+            let options = cpu::Options { exact: name == "cpu", ..cpu::Options::default() };
+            Box::new(cpu::Cpu::new(model.clone(), weights, limits, options).unwrap())
         }
         _ => {
             Box::new(reference::Reference::new(model.clone(), limits, reference::Options::default()).unwrap())

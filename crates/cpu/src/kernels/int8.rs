@@ -1,0 +1,219 @@
+//! Products on integers.
+//!
+//! Activations are rounded to eight bits with one scale per 32 of them, weights are taken as the integers of
+//! their blocks with the blocks' own scales. A run is 32 or 16 columns with one scale of the weights:
+//!
+//! out[r, n] = Σ_runs (weight scale · activation scale) · Σ_run q_w · q_x + offset · (activation scale · Σ_run q_x)
+//!
+//! Sums inside a run are integers, hence exact. Runs are added one after the other with one multiply-add
+//! each (two with an offset). This fixes every bit: all variants agree, and so does a row with itself among
+//! any others.
+
+use quant::Type;
+
+use super::unpack;
+
+/// Columns with one activation scale.
+pub(crate) const GROUP: usize = 32;
+
+/// Weight rows of a panel.
+pub(crate) const PANEL: usize = 16;
+
+/// Columns of a panel.
+pub(crate) const COLUMNS: usize = 512;
+
+/// What weights are shifted by to be unsigned, as one factor of the multiplier must be.
+pub(super) const SHIFT: i32 = 128;
+
+/// The column (of a run of 16) whose number stands at each place. Decoders that look codes up for whole bytes
+/// produce this order; it is free, since it is the same on both sides.
+pub(super) const ORDER: [usize; 16] = {
+    let mut order = [0; 16];
+    let mut place = 0;
+    while place < 16 {
+        order[place] = place / 4 + [0, 8, 4, 12][place % 4];
+        place += 1;
+    }
+    order
+};
+
+/// 32 activations as integers, and what products with them need to know.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C, align(64))]
+pub(crate) struct Group {
+    /// The integers, each half in [`ORDER`].
+    pub(super) q: [i8; GROUP],
+    /// What they are multiplied by.
+    pub(super) scale: f32,
+    /// What takes the shift of the weights back: −128 Σq, for all and for each half.
+    pub(super) start: i32,
+    pub(super) half_starts: [i32; 2],
+    /// scale · Σq, for all and for each half.
+    pub(super) sum: f32,
+    pub(super) half_sums: [f32; 2],
+}
+
+impl Group {
+    /// All zeros.
+    pub(crate) const ZERO: Group =
+        Group { q: [0; GROUP], scale: 0.0, start: 0, half_starts: [0; 2], sum: 0.0, half_sums: [0.0; 2] };
+}
+
+/// Runs of a type's weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Form {
+    /// Whether a scale covers 16 columns instead of 32.
+    pub(crate) halves: bool,
+    /// Whether there is an offset.
+    pub(crate) offset: bool,
+}
+
+/// Some columns of [`PANEL`] weight rows, decoded to integers.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct Panel {
+    /// Four columns of every row: [columns / 4][rows][4], in the order of the activations, shifted.
+    pub(super) q: [[u8; 4 * PANEL]; COLUMNS / 4],
+    /// Scales: [runs][rows].
+    pub(super) scales: [[f32; PANEL]; COLUMNS / 16],
+    /// What every weight of a run is greater by: [runs][rows].
+    pub(super) offsets: [[f32; PANEL]; COLUMNS / 16],
+}
+
+impl Panel {
+    /// All zeros.
+    pub(crate) const ZERO: Panel = Panel {
+        q: [[0; 4 * PANEL]; COLUMNS / 4],
+        scales: [[0.0; PANEL]; COLUMNS / 16],
+        offsets: [[0.0; PANEL]; COLUMNS / 16],
+    };
+}
+
+/// Rounds a row, 32 numbers a group. A number that is not finite makes its group's products NaN.
+#[inline(always)]
+pub(super) fn round(x: &[f32], out: &mut [Group]) {
+    /// 1.5 · 2^23: adding it rounds to an integer, ties to even, which then lies in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    for (x, group) in x.as_chunks::<GROUP>().0.iter().zip(out) {
+        // Compared as bits, in which NaN is the largest.
+        let largest = x.iter().fold(0, |a: u32, x| a.max(x.to_bits() & 0x7fff_ffff));
+        let largest = f32::from_bits(largest);
+        let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+        let q: [i8; GROUP] = std::array::from_fn(|i| (x[i] * inverse + ROUND).to_bits() as i8);
+        let half = |first: usize| q[first..first + 16].iter().map(|&q| i32::from(q)).sum::<i32>();
+        let sums = [half(0), half(16)];
+        let scale = largest / 127.0;
+        *group = Group {
+            q: std::array::from_fn(|i| q[i / 16 * 16 + ORDER[i % 16]]),
+            scale,
+            start: -SHIFT * (sums[0] + sums[1]),
+            half_starts: sums.map(|sum| -SHIFT * sum),
+            sum: scale * (sums[0] + sums[1]) as f32,
+            half_sums: sums.map(|sum| scale * sum as f32),
+        };
+    }
+}
+
+/// Decodes some columns of up to [`PANEL`] rows, given as their blocks. Rows behind the last one hold
+/// anything.
+#[inline(always)]
+pub(super) fn fill(
+    ty: Type,
+    rows: &[&[u8]],
+    columns: usize,
+    panel: &mut Panel,
+    transpose: impl Fn(&[[u8; COLUMNS]; PANEL], usize, &mut Panel),
+) {
+    let mut natural = [[0; COLUMNS]; PANEL];
+    let form = unpack::form(ty);
+    let runs = columns / if form.halves { 16 } else { 32 };
+    for (row, (bytes, natural)) in rows.iter().zip(&mut natural).enumerate() {
+        let mut scales = [0.0; COLUMNS / 16];
+        let mut offsets = [0.0; COLUMNS / 16];
+        unpack::unpack(ty, bytes, &mut natural[..columns], &mut scales, &mut offsets);
+        for run in 0..runs {
+            panel.scales[run][row] = scales[run];
+            if form.offset {
+                panel.offsets[run][row] = offsets[run];
+            }
+        }
+    }
+    transpose(&natural, columns, panel);
+}
+
+/// Rows of natural order to columns of four in [`ORDER`].
+#[inline(always)]
+pub(super) fn transpose(natural: &[[u8; COLUMNS]; PANEL], columns: usize, panel: &mut Panel) {
+    for (row, natural) in natural.iter().enumerate() {
+        let halves = natural[..columns].as_chunks::<16>().0;
+        for (half, to) in halves.iter().zip(panel.q.as_chunks_mut::<4>().0) {
+            for (i, to) in to.iter_mut().enumerate() {
+                let four: [u8; 4] = std::array::from_fn(|j| half[ORDER[4 * i + j]]);
+                to[4 * row..4 * row + 4].copy_from_slice(&four);
+            }
+        }
+    }
+}
+
+/// out[r, n] (+)= Σ over the panel's columns, for rows of `groups` groups each; `out` is [rows][PANEL] for
+/// every panel. Where `add` is not set, sums begin at zero; where it is, at what is there.
+///
+/// # Safety
+/// `x[r]` must point to `groups` groups, at most those of a panel; each `out` to its numbers, which nobody
+/// else uses.
+#[inline(always)]
+pub(super) unsafe fn product(
+    x: &[*const Group],
+    panels: &[(&Panel, *mut f32)],
+    (groups, form): (usize, Form),
+    add: bool,
+) {
+    for &(panel, out) in panels {
+        for (r, &x) in x.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            let (x, out) = unsafe {
+                let out = out.add(r * PANEL).cast::<[f32; PANEL]>();
+                (std::slice::from_raw_parts(x, groups), &mut *out)
+            };
+            let mut acc = if add { *out } else { [0.0; PANEL] };
+            for (g, x) in x.iter().enumerate() {
+                if form.halves {
+                    for half in 0..2 {
+                        let (start, sum) = (x.half_starts[half], x.half_sums[half]);
+                        let q: &[i8; 16] = x.q[16 * half..].first_chunk().expect("half a group");
+                        run(panel, 2 * g + half, q, (start, x.scale, sum), form.offset, &mut acc);
+                    }
+                } else {
+                    run(panel, g, &x.q, (x.start, x.scale, x.sum), form.offset, &mut acc);
+                }
+            }
+            *out = acc;
+        }
+    }
+}
+
+/// Adds one run of columns.
+#[inline(always)]
+fn run<const N: usize>(
+    panel: &Panel,
+    index: usize,
+    q: &[i8; N],
+    (start, scale, sum): (i32, f32, f32),
+    offset: bool,
+    acc: &mut [f32; PANEL],
+) {
+    let mut sums = [start; PANEL];
+    for (q, weights) in q.as_chunks::<4>().0.iter().zip(&panel.q[index * N / 4..]) {
+        for (n, sum) in sums.iter_mut().enumerate() {
+            for (j, &q) in q.iter().enumerate() {
+                *sum += i32::from(weights[4 * n + j]) * i32::from(q);
+            }
+        }
+    }
+    for (n, acc) in acc.iter_mut().enumerate() {
+        *acc = (sums[n] as f32).mul_add(panel.scales[index][n] * scale, *acc);
+        if offset {
+            *acc = panel.offsets[index][n].mul_add(sum, *acc);
+        }
+    }
+}
