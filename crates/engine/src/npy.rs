@@ -133,6 +133,10 @@ impl Reader {
         let header = String::from_utf8(header).map_err(|_| bad("its header is not text"))?;
         let (rows, cols) = shape(&header)
             .ok_or_else(|| bad(&format!("its header is `{}`", header.trim().escape_default())))?;
+        if rows == 0 || cols == 0 {
+            // Nothing to read; and columns without rows would be believed without a byte behind them.
+            return Err(bad("an empty matrix"));
+        }
         let data = rows.checked_mul(cols).and_then(|n| n.checked_mul(4));
         if data.and_then(|n| n.checked_add(10 + header.len())).map(|n| n as u64) != Some(size) {
             return Err(bad(&format!("{size} bytes do not hold {rows} × {cols} numbers")));
@@ -221,6 +225,8 @@ mod tests {
         assert!(Reader::open(&path).unwrap_err().to_string().contains("not text"));
         std::fs::write(&path, b"\x93NUMPY\x01\x00\xff\xff").unwrap();
         assert!(Reader::open(&path).is_err());
+        Writer::create(&path, 0, 1 << 40).unwrap().finish().unwrap();
+        assert!(Reader::open(&path).unwrap_err().to_string().contains("an empty matrix"));
         std::fs::remove_file(&path).unwrap();
     }
 }
