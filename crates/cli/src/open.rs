@@ -18,6 +18,8 @@ pub struct Opened {
     pub model: Arc<Model>,
     /// Its tokenizer.
     pub tokenizer: Tokenizer,
+    /// Its chat template, if it has one.
+    pub chat_template: Option<String>,
 }
 
 /// Opens a model file and its tokenizer, and prints what is odd about the file.
@@ -27,14 +29,16 @@ pub fn model(path: &Path) -> Result<Opened, Failure> {
     for warning in &model.warnings {
         report::say(format_args!("redlite: warning: {}: {warning}", path.display()));
     }
-    Ok(Opened { tokenizer: tokenizer(path, &model)?, model: Arc::new(model) })
+    let (tokenizer, chat_template) = tokenizer(path, &model)?;
+    Ok(Opened { model: Arc::new(model), tokenizer, chat_template })
 }
 
-/// The tokenizer of a model file.
-fn tokenizer(path: &Path, model: &Model) -> Result<Tokenizer, Failure> {
+/// The tokenizer of a model file, and its chat template.
+fn tokenizer(path: &Path, model: &Model) -> Result<(Tokenizer, Option<String>), Failure> {
     let fail = |source| Failure::Model { path: path.to_path_buf(), source };
-    let vocabulary = model::vocabulary(model.gguf.metadata()).map_err(fail)?;
+    let mut vocabulary = model::vocabulary(model.gguf.metadata()).map_err(fail)?;
     let tokens = vocabulary.tokens.len();
+    let chat_template = vocabulary.chat_template.take();
     let tokenizer = Tokenizer::new(vocabulary).map_err(|error| fail(error.into()))?;
     if tokens > model.spec.vocab {
         return Err(fail(model::Error::BadKey {
@@ -43,7 +47,7 @@ fn tokenizer(path: &Path, model: &Model) -> Result<Tokenizer, Failure> {
             expected: format!("at most the {} rows of the token embedding", model.spec.vocab),
         }));
     }
-    Ok(tokenizer)
+    Ok((tokenizer, chat_template))
 }
 
 /// An engine and how long its weights took to load.

@@ -36,8 +36,7 @@ pub fn tokens(args: &TokensArgs, tokenizer: &Tokenizer) -> Result<Vec<u32>, Fail
 pub fn prompt(args: &RunArgs, opened: &Opened) -> Result<Vec<u32>, Failure> {
     let text = source(args.prompt.as_deref(), args.file.as_deref())?;
     let tokenizer = &opened.tokenizer;
-    let template = model::vocabulary(opened.model.gguf.metadata())?.chat_template;
-    if args.raw || template.is_none() {
+    let Some(template) = opened.chat_template.as_ref().filter(|_| !args.raw) else {
         if args.system.is_some() {
             let reason = "the model has no chat template, so a system message has no place".to_string();
             return Err(Failure::Usage(reason));
@@ -45,8 +44,8 @@ pub fn prompt(args: &RunArgs, opened: &Opened) -> Result<Vec<u32>, Failure> {
         let encode = if args.special { Tokenizer::encode_raw_with_specials } else { Tokenizer::encode_text };
         let bos = tokenizer.bos_of_raw_prompt();
         return Ok(bos.into_iter().chain(encode(tokenizer, &text)).collect());
-    }
-    let template = ChatTemplate::new(&template.expect("checked"), tokenizer)?;
+    };
+    let template = ChatTemplate::new(template, tokenizer)?;
     let system = args.system.iter().map(|text| json!({"role": "system", "content": text}));
     let messages: Vec<_> = system.chain([json!({"role": "user", "content": text})]).collect();
     let rendered = template.render(&messages.into(), None, true, &serde_json::Map::new())?;
