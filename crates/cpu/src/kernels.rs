@@ -12,6 +12,8 @@ mod unpack;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 #[cfg(target_arch = "x86_64")]
+mod vnni_fill;
+#[cfg(target_arch = "x86_64")]
 mod x86;
 
 use std::fmt;
@@ -266,7 +268,7 @@ static AVX512: Kernels =
 #[cfg(target_arch = "x86_64")]
 static VNNI: Kernels = Kernels {
     // SAFETY: `table` hands this out only where the features are.
-    fill: |ty, rows, columns, panel| unsafe { vnni::fill(ty, rows, columns, panel) },
+    fill: |ty, rows, columns, panel| unsafe { vnni_fill::fill(ty, rows, columns, panel) },
     prefetch: vnni::prefetch,
     int_product: vnni::product,
     ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")

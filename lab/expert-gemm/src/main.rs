@@ -13,6 +13,8 @@ mod unpack;
 #[path = "../../../crates/cpu/src/kernels/vnni.rs"]
 #[allow(dead_code)]
 mod vnni;
+#[path = "../../../crates/cpu/src/kernels/vnni_fill.rs"]
+mod vnni_fill;
 
 use std::arch::x86_64::*;
 
@@ -109,12 +111,12 @@ type Fill = fn(&[&[u8]], &mut Panel);
 
 fn table(rows: &[&[u8]], panel: &mut Panel) {
     // SAFETY: checked in `main`.
-    unsafe { vnni::fill_by_tables(Type::IQ2_XXS, rows, COLUMNS, panel) }
+    unsafe { vnni_fill::fill_by_tables(Type::IQ2_XXS, rows, COLUMNS, panel) }
 }
 
 fn register(rows: &[&[u8]], panel: &mut Panel) {
     // SAFETY: checked in `main`.
-    unsafe { vnni::fill(Type::IQ2_XXS, rows, COLUMNS, panel) }
+    unsafe { vnni_fill::fill(Type::IQ2_XXS, rows, COLUMNS, panel) }
 }
 
 /// Asks for the three lines of a row's blocks.
@@ -224,7 +226,7 @@ fn main() {
         let rows: [&[u8]; PANEL] = std::array::from_fn(|r| &bytes[r * row_bytes..][..row_bytes]);
         // SAFETY: features checked above.
         let seconds =
-            median(|| (0..2000).for_each(|_| unsafe { vnni::fill(ty, &rows, COLUMNS, &mut panels[0]) }));
+            median(|| (0..2000).for_each(|_| unsafe { vnni_fill::fill(ty, &rows, COLUMNS, &mut panels[0]) }));
         let per_256 = seconds / 2000.0 / (PANEL * COLUMNS / 256) as f64 * 1e9;
         println!("decode from the first cache {:8} {per_256:7.2} ns per 256 weights", ty.name());
     }
