@@ -24,6 +24,7 @@ mod memory;
 mod moe;
 mod open;
 mod pool;
+pub mod probe;
 mod team;
 mod topology;
 
