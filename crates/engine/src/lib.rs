@@ -4,6 +4,7 @@
 //! - [`Session`] is a conversation's tokens and the state behind them;
 //! - [`Ingestion`] reads a prompt in chunks and can stop between any two stages;
 //! - [`Generation`] turns logits into text, one token at a time;
+//! - [`Profile`] says where the time went, stage by stage, and what the work would cost at least;
 //! - [`perplexity()`], [`parity`] and [`compare`] say how good and how alike results are.
 
 mod cancel;
@@ -16,6 +17,7 @@ mod ingestion;
 pub mod npy;
 pub mod parity;
 mod perplexity;
+mod profile;
 mod sampler;
 
 pub use cancel::Cancel;
@@ -25,4 +27,5 @@ pub use error::{Error, Result};
 pub use generation::{Finish, Generation, GenerationOptions, Token};
 pub use ingestion::{Ingested, Ingestion, LogitRows, OnLogits, OnProgress, Request};
 pub use perplexity::{Perplexity, Visit, perplexity};
+pub use profile::{Profile, StageProfile};
 pub use sampler::{Sampler, Sampling};
