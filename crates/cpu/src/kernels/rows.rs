@@ -114,14 +114,6 @@ pub(super) fn convolve<S: Simd>(rows: &[&[f32]], weights: &[&[f32]], out: &mut [
     out.iter_mut().for_each(|x| *x *= sigmoid::<S>(*x));
 }
 
-/// y ← y + a · x.
-#[inline(always)]
-pub(super) fn add_scaled<S: Simd>(a: f32, x: &[f32], y: &mut [f32]) {
-    for (y, &x) in y.iter_mut().zip(x) {
-        *y = S::fma1(a, x, *y);
-    }
-}
-
 /// One block of an online softmax: given raw scores and the largest scaled score so far, replaces scores by
 /// exp(score · scale − largest) and returns the new largest, the factor exp(old − new) for what was summed
 /// before, and the sum.
