@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::kernels::{Codes, GROUP, GROUPS, Kernels, PANEL, Panel, form, is_integer};
+use crate::kernels::{Codes, GEMV_ROWS, GROUP, GROUPS, Kernels, PANEL, Panel, form, is_integer};
 use crate::memory::{Out, Rows, reserve};
 use crate::team::{Scratch, Team};
 
@@ -88,6 +88,9 @@ pub(super) fn panels(
     x: Rows<Codes>,
     mut emit: impl FnMut(Range<usize>, &mut [f32], usize),
 ) {
+    if x.count() <= GEMV_ROWS && weights.iter().all(|weights| (kernels.gemv)(weights.ty).is_some()) {
+        return few(kernels, scratch, (weights, ahead), x, emit);
+    }
     let groups = weights[0].cols / GROUP;
     let per_row = Codes::per_row(weights[0].cols);
     let (chunks, stride) = (x.count().div_ceil(CHUNK), weights.len() * PANEL);
@@ -162,6 +165,36 @@ unsafe fn multiply(
             }
         }
     }
+}
+
+/// As [`panels`], for few rows: weights are multiplied as they are decoded.
+fn few(
+    kernels: &Kernels,
+    scratch: &mut Scratch,
+    (weights, ahead): (&[Weights], usize),
+    x: Rows<Codes>,
+    mut emit: impl FnMut(Range<usize>, &mut [f32], usize),
+) {
+    let (count, stride) = (x.count(), weights.len() * PANEL);
+    let mut starts = [std::ptr::null(); GEMV_ROWS];
+    for (row, start) in starts.iter_mut().enumerate().take(count) {
+        *start = x.row(row, Codes::per_row(weights[0].cols)).as_ptr();
+    }
+    scratch.tile.reserve(GEMV_ROWS * stride);
+    for (p, weights) in weights.iter().enumerate().filter(|(_, weights)| weights.rows > 0 && count > 0) {
+        let row_bytes = weights.bytes.len() / weights.rows;
+        let mut rows: [&[u8]; PANEL] = [&[]; PANEL];
+        for (row, bytes) in rows.iter_mut().zip(weights.bytes.chunks_exact(row_bytes)) {
+            *row = bytes;
+        }
+        if let Some(gemv) = (kernels.gemv)(weights.ty) {
+            let out = (&mut scratch.tile[p * PANEL..], stride);
+            let next = weights.bytes.as_ptr().wrapping_add(ahead);
+            // SAFETY: each start points to a row as long as the weights'.
+            unsafe { gemv(weights.ty, &rows[..weights.rows], &starts[..count], out, next) };
+        }
+    }
+    emit(0..count, &mut scratch.tile[..count * stride], stride);
 }
 
 /// Decodes some groups of columns of a panel, and asks for the bytes that lie `ahead` of them: rows are far
