@@ -104,7 +104,7 @@ pub(crate) struct Kernels {
     /// RMS norm: x, weight, eps, out.
     pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
     /// RMS norm times SiLU(gate): x, weight, eps, gate, out.
-    pub(crate) gated_norm: fn(&[f32], &[f32], f32, &[f32], &mut [f32]),
+    pub(crate) gated_norm: GatedNorm,
     /// gate ← SiLU(gate) · up.
     pub(crate) swiglu: fn(&mut [f32], &[f32]),
     /// x ← x · scale · sigmoid(gate).
@@ -135,6 +135,7 @@ type SumForm = unsafe fn((usize, usize, usize), Factor, Factor, Target, bool);
 type Fill = fn(Type, &[&[u8]], usize, &mut Panel);
 /// x, panels and their outputs, (groups, form), whether to add.
 type IntProduct = unsafe fn(&[*const Group], &[(&Panel, *mut f32)], (usize, Form), bool);
+type GatedNorm = fn(&[f32], &[f32], f32, &[f32], &mut [f32]);
 /// what, samples, out.
 type Convolve = unsafe fn(&Convolution, &[*const f32], Target);
 type SoftmaxBlock = fn(&mut [f32], f32, f32) -> (f32, f32, f32);

@@ -102,7 +102,7 @@ impl Cpu {
             capabilities: Capabilities {
                 name: "cpu",
                 variant: kernels.variant.name().to_string(),
-                kernel_version: if exact { 1 } else { 2 },
+                kernel_version: if exact { 3 } else { 4 },
                 block_rows: BLOCK_ROWS,
                 smallest_chunk: 1,
             },
