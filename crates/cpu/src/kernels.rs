@@ -3,10 +3,14 @@
 //! Every kernel is written once, generic over [`simd::Simd`], and compiled once for each variant. A table of
 //! function pointers is chosen when the backend starts; the stages see nothing but the table.
 
+#[cfg(target_arch = "x86_64")]
+mod blocks;
 mod conv;
 mod decode;
 mod delta;
 mod int8;
+#[cfg(target_arch = "x86_64")]
+mod lanes;
 mod product;
 mod rows;
 mod simd;
@@ -15,6 +19,8 @@ mod unpack;
 mod vnni;
 #[cfg(target_arch = "x86_64")]
 mod vnni_fill;
+#[cfg(target_arch = "x86_64")]
+mod vnni_gemv;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -30,10 +36,13 @@ pub(crate) use int8::{COLUMNS, Form, GROUP, Group, PANEL, Panel};
 use product::{Factor, Target};
 pub(crate) use unpack::{form, is_integer};
 
+/// Rows that [`Kernels::gemv`] takes at most.
+pub(crate) const GEMV_ROWS: usize = 4;
+
 /// A set of instructions that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Variant {
-    /// AVX-512 with its integer dot products (F, BW, DQ, VL, VNNI, VBMI).
+    /// AVX-512 with its integer dot products (F, BW, DQ, VL, VNNI, VBMI) and GFNI.
     Vnni,
     /// AVX-512 (F, BW, DQ, VL).
     Avx512,
@@ -97,6 +106,9 @@ pub(crate) struct Kernels {
     pub(crate) prefetch: fn(*const u8),
     /// Products of integers: see [`int8::product`].
     pub(crate) int_product: IntProduct,
+    /// Products of integers for up to [`GEMV_ROWS`] rows, for types that have a kernel for them: weight rows, x,
+    /// out [rows][PANEL], bytes that will be needed next.
+    pub(crate) gemv: fn(Type) -> Option<Gemv>,
     /// Products with columns: see [`product::sum_form`].
     pub(crate) sum_form: SumForm,
     /// Σ a · b.
@@ -135,6 +147,7 @@ type SumForm = unsafe fn((usize, usize, usize), Factor, Factor, Target, bool);
 type Fill = fn(Type, &[&[u8]], usize, &mut Panel);
 /// x, panels and their outputs, (groups, form), whether to add.
 type IntProduct = unsafe fn(&[*const Group], &[(&Panel, *mut f32)], (usize, Form), bool);
+pub(crate) type Gemv = unsafe fn(Type, &[&[u8]], &[*const Group], &mut [f32], *const u8);
 type GatedNorm = fn(&[f32], &[f32], f32, &[f32], &mut [f32]);
 /// what, samples, out.
 type Convolve = unsafe fn(&Convolution, &[*const f32], Target);
@@ -259,6 +272,7 @@ macro_rules! kernels {
             fill: |ty, rows, columns, panel| unsafe { fill(ty, rows, columns, panel) },
             prefetch: |_| (),
             int_product,
+            gemv: |_| None,
             sum_form,
             dot: |a, b| unsafe { dot(a, b) },
             rms_norm: |x, weight, eps, out| unsafe { rms_norm(x, weight, eps, out) },
@@ -294,6 +308,7 @@ static VNNI: Kernels = Kernels {
     fill: |ty, rows, columns, panel| unsafe { vnni_fill::fill(ty, rows, columns, panel) },
     prefetch: vnni::prefetch,
     int_product: vnni::product,
+    gemv: |ty| blocks::knows(ty).then_some(vnni_gemv::gemv as Gemv),
     ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 };
 
@@ -308,7 +323,10 @@ fn table(variant: Variant) -> Option<&'static Kernels> {
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl");
-    let vnni = avx512 && is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi");
+    let vnni = avx512
+        && is_x86_feature_detected!("avx512vnni")
+        && is_x86_feature_detected!("avx512vbmi")
+        && is_x86_feature_detected!("gfni");
     match variant {
         Variant::Vnni => vnni.then_some(&VNNI),
         Variant::Avx512 => avx512.then_some(&AVX512),
