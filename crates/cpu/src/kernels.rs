@@ -123,7 +123,7 @@ pub(crate) struct Kernels {
     /// RMS norm: x, weight, eps, out.
     pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
     /// RMS norm times SiLU(gate): x, weight, eps, gate, out.
-    pub(crate) gated_norm: fn(&[f32], &[f32], f32, &[f32], &mut [f32]),
+    pub(crate) gated_norm: GatedNorm,
     /// gate ← SiLU(gate) · up.
     pub(crate) swiglu: fn(&mut [f32], &[f32]),
     /// x ← x · scale · sigmoid(gate).
@@ -157,6 +157,7 @@ type Gated = unsafe fn(&[f32], usize, &[*mut Codes], usize);
 /// (tile, its stride), columns, rows to add to, factor of each.
 type AddRows = unsafe fn((&[f32], usize), usize, &[*mut f32], &[f32]);
 pub(crate) type Gemv = unsafe fn(Type, &[&[u8]], &[*const Codes], (&mut [f32], usize), *const u8);
+type GatedNorm = fn(&[f32], &[f32], f32, &[f32], &mut [f32]);
 /// what, samples, out.
 type Convolve = unsafe fn(&Convolution, &[*const f32], Target);
 type SoftmaxBlock = fn(&mut [f32], f32, f32) -> (f32, f32, f32);
