@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::kernels::{COLUMNS, GEMV_ROWS, GROUP, Group, Kernels, PANEL, Panel, form, is_integer};
+use crate::kernels::{COLUMNS, GEMV_ROWS, GROUP, Gemv, Group, Kernels, PANEL, Panel, form, is_integer};
 use crate::memory::{Out, Rows, reserve};
 use crate::team::{Scratch, Team};
 
@@ -85,8 +85,8 @@ pub(super) fn panels<const P: usize>(
     x: Rows<Group>,
     mut emit: impl FnMut(Range<usize>, [&mut [f32]; P]),
 ) {
-    if x.count() <= GEMV_ROWS && weights.iter().all(|weights| (kernels.gemv)(weights.ty).is_some()) {
-        return few(kernels, scratch, weights, x, emit);
+    if let Some(gemv) = kernels.gemv.filter(|_| x.count() <= GEMV_ROWS) {
+        return few(gemv, scratch, weights, x, emit);
     }
     let ahead = distance(&weights);
     let per_row = weights[0].cols / GROUP;
@@ -138,7 +138,7 @@ pub(super) fn panels<const P: usize>(
 
 /// As [`panels`], for few rows: weights are multiplied as they are decoded.
 fn few<const P: usize>(
-    kernels: &Kernels,
+    gemv: Gemv,
     scratch: &mut Scratch,
     weights: [Weights; P],
     x: Rows<Group>,
@@ -157,7 +157,7 @@ fn few<const P: usize>(
         for (row, bytes) in rows.iter_mut().enumerate().take(weights.rows) {
             *bytes = weights.blocks(row, &(0..weights.cols));
         }
-        if let Some(gemv) = (kernels.gemv)(weights.ty).filter(|_| weights.rows > 0 && count > 0) {
+        if weights.rows > 0 && count > 0 {
             let next = weights.bytes.as_ptr().wrapping_add(ahead);
             // SAFETY: each start points to a row as long as the weights'.
             unsafe { gemv(weights.ty, &rows[..weights.rows], &starts[..count], tile, next) };
