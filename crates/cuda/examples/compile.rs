@@ -39,6 +39,7 @@ fn main() -> ExitCode {
         let attention = Source::attention(&target, &spec, KvType::F32);
         all.push((arch, attention));
         all.extend(Type::all().map(|ty| (arch, Source::weights(&target, ty))));
+        all.extend(Type::all().filter_map(|ty| Some((arch, Source::experts(&target, ty)?))));
     }
     let next = std::sync::atomic::AtomicUsize::new(0);
     let work = || {

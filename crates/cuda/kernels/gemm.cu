@@ -6,9 +6,14 @@
 //
 //   stage: a [256][64], b [128][64] bf16, rows of 128 bytes, 16-byte chunk c of row r at chunk c ^ (r % 8).
 //
-// That is the layout the tensor cores of compute capability 9.0a read themselves (128-byte swizzle, `wgmma`); others
-// load it with `ldmatrix`. Both leave sums alike: lane l of warp w holds rows 16 w + l / 4 and + 8 of a block of 64,
-// columns 8 j + 2 (l % 4) and the next. A row's sums run over k in ascending order whatever rows are beside it.
+// b is either numbers, or blocks of TYPE that are decoded on their way into a stage: each thread decodes 32 weights of a
+// row while the products of the step before run. Their bytes come through shared memory too, a span of 256 weights of
+// each row at a time, one span ahead.
+//
+// The layout of a stage is the one the tensor cores of compute capability 9.0a read themselves (128-byte swizzle,
+// `wgmma`); others load it with `ldmatrix`. Both leave sums alike: lane l of warp w holds rows 16 w + l / 4 and + 8 of a
+// block of 64, columns 8 j + 2 (l % 4) and the next. A row's sums run over k in ascending order whatever rows are
+// beside it.
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define WGMMA 1
@@ -41,6 +46,11 @@ struct Gemm {
     int m, n, k;
     int a_stride, out_stride;
     int used;            // pairs of a row
+    // Instead of b, of a grouped product of blocks: gate and up (or down) of expert 0, bytes to the next expert's,
+    // and the experts that tiles name.
+    const u8 *blocks[2];
+    long strides[2];
+    const u32 *list;
 };
 
 #if WGMMA
@@ -129,17 +139,98 @@ struct Sources {
     u32 a_valid, b_valid;
 };
 
+#ifdef TYPE
+
+const bool BLOCKS_OF_TYPE = true;
+const int SPAN = 256;                                            // weights
+const int SPAN_BYTES = SPAN / TYPE::LEN * TYPE::BYTES;
+const int WINDOW = (SPAN_BYTES + 15 + 15) / 16 * 16;             // bytes copied of a row: whole 16-byte words around a span
+const int SPANS_AT = STAGES * STAGE_BYTES, SPANS = TILE_N * WINDOW; // where in shared memory, and bytes of one buffer
+
+/// Blocks of the rows of a tile of b.
+struct Blocks {
+    const u8 *first[2]; // of the rows of both halves of the tile
+    long row_bytes;
+    int most[2];        // last row of each half
+};
+
+template <Then THEN> DEVICE Blocks blocks(const Gemm &p, const Tile &tile, int first_n) {
+    u32 expert = p.list[tile.matrix];
+    Blocks out;
+    out.row_bytes = (long)(p.k / TYPE::LEN) * TYPE::BYTES;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int m = THEN == GATED ? half : 0, n = first_n + (THEN == GATED ? 0 : half * TILE_N / 2);
+        out.first[half] = p.blocks[m] + expert * p.strides[m] + n * out.row_bytes;
+        out.most[half] = max(p.n - 1 - n, -n);
+    }
+    return out;
+}
+
+/// Where the blocks of a row of the tile begin, from number `k` on. Rows beyond the end repeat the last one.
+DEVICE const u8 *block_row(const Blocks &from, int row, int k) {
+    bool second = row >= TILE_N / 2;
+    int local = min(row % (TILE_N / 2), second ? from.most[1] : from.most[0]);
+    return (second ? from.first[1] : from.first[0]) + local * from.row_bytes + k / SPAN * SPAN_BYTES;
+}
+
+/// Copies the span that begins at k.
+DEVICE void fill_span(const Blocks &from, u32 shared, int k) {
+    u32 to = shared + SPANS_AT + k / SPAN % 2 * SPANS;
+    const int WORDS = WINDOW / 16;
+    for (int i = threadIdx.x; i < TILE_N * WORDS; i += THREADS) {
+        const u8 *at = (const u8 *)((u64)block_row(from, i / WORDS, k) & ~15ull);
+        copy_16(to + i * 16, at + i % WORDS * 16, true);
+    }
+}
+
+/// Decodes the numbers k .. k + 64 of the tile of b; zeros from `end` on.
+DEVICE void fill_decoded(const Blocks &from, const u8 *shared, u32 stage, int k, int end) {
+    int row = threadIdx.x / 2, half = threadIdx.x % 2;
+    u32 misaligned = (u32)(u64)block_row(from, row, k) & 15;
+    const u8 *span = shared + SPANS_AT + k / SPAN % 2 * SPANS + row * WINDOW + misaligned;
+    u32 run = (u32)k % SPAN / 32 + half;
+    bool inside = k + half * 32 < end;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        float w[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+        u32 group = run * 4 + i;
+        if (inside) TYPE::decode(span + group / (TYPE::LEN / 8) * TYPE::BYTES, group % (TYPE::LEN / 8), w);
+        u32 at = stage + A_BYTES + row * 128 + ((half * 4 + i) ^ row % 8) * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(bf16_pair(w[0], w[1])),
+                     "r"(bf16_pair(w[2], w[3])), "r"(bf16_pair(w[4], w[5])), "r"(bf16_pair(w[6], w[7]))
+                     : "memory");
+    }
+}
+
+#else
+
+const bool BLOCKS_OF_TYPE = false;
+const int SPAN = 1 << 30;
+struct Blocks {};
+template <Then THEN> DEVICE Blocks blocks(const Gemm &, const Tile &, int) { return Blocks(); }
+DEVICE void fill_span(const Blocks &, u32, int) {}
+DEVICE void fill_decoded(const Blocks &, const u8 *, u32, int, int) {}
+
+#endif
+
 /// Fills a stage with the numbers k .. k + 64; zeros where there are none.
-DEVICE void fill(const Sources &from, u32 stage, int k, int end) {
+DEVICE void fill(const Sources &from, const Blocks &coded, const u8 *shared, u32 stage, int k, int end) {
     int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
     bool inside = k + chunk * 8 < end;
     u32 to = stage + row * 128 + (chunk ^ row % 8) * 16;
 #pragma unroll
     for (int i = 0; i < TILE_M / 32; i++) copy_16(to + i * 32 * 128, from.a[i] + k, inside && from.a_valid >> i & 1);
+    if (BLOCKS_OF_TYPE) {
+        if (k % SPAN == 0 && k + SPAN < end) fill_span(coded, shared_address(shared), k + SPAN);
+    } else {
 #pragma unroll
-    for (int i = 0; i < TILE_N / 32; i++) {
-        copy_16(to + A_BYTES + i * 32 * 128, from.b[i] + k, inside && from.b_valid >> i & 1);
+        for (int i = 0; i < TILE_N / 32; i++) {
+            copy_16(to + A_BYTES + i * 32 * 128, from.b[i] + k, inside && from.b_valid >> i & 1);
+        }
     }
+    copies_commit();
+    if (BLOCKS_OF_TYPE) fill_decoded(coded, shared, stage, k, end);
 }
 
 /// The place of a row of the tile of a grouped product.
@@ -158,6 +249,7 @@ template <Then THEN, bool GROUPED> DEVICE void sources(Sources &from, const Gemm
         from.a[i] = p.a + at * p.a_stride + chunk * 8;
         from.a_valid |= (u32)valid << i;
     }
+    if (BLOCKS_OF_TYPE) return;
 #pragma unroll
     for (int i = 0; i < TILE_N / 32; i++) {
         int row = threadIdx.x / 8 + 32 * i;
@@ -199,6 +291,7 @@ template <Then THEN, bool GROUPED, int BLOCKS> DEVICE void tile_of(const Gemm &p
     int group = threadIdx.x / 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     Sources from;
     sources<THEN, GROUPED>(from, p, tile, first_n);
+    Blocks coded = blocks<THEN>(p, tile, first_n);
     float c[BLOCKS][64];
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
@@ -206,9 +299,15 @@ template <Then THEN, bool GROUPED, int BLOCKS> DEVICE void tile_of(const Gemm &p
         for (int j = 0; j < 64; j++) c[i][j] = 0.0f;
     }
     int steps = (p.k + STEP - 1) / STEP;
-    for (int s = 0; s < STAGES - 2; s++) {
-        if (s < steps) fill(from, base + s * STAGE_BYTES, s * STEP, p.k);
+    if (BLOCKS_OF_TYPE) {
+        fill_span(coded, base, 0);
         copies_commit();
+        copies_wait<0>();
+        __syncthreads();
+    }
+    for (int s = 0; s < STAGES - 2; s++) {
+        if (s < steps) fill(from, coded, shared, base + s * STAGE_BYTES, s * STEP, p.k);
+        else copies_commit();
     }
     for (int s = 0; s < steps; s++) {
         copies_wait<STAGES - 3>();
@@ -216,8 +315,8 @@ template <Then THEN, bool GROUPED, int BLOCKS> DEVICE void tile_of(const Gemm &p
         products_begin();
         products<BLOCKS>(c, base + s % STAGES * STAGE_BYTES, group);
         int next = s + STAGES - 2;
-        if (next < steps) fill(from, base + next % STAGES * STAGE_BYTES, next * STEP, p.k);
-        copies_commit();
+        if (next < steps) fill(from, coded, shared, base + next % STAGES * STAGE_BYTES, next * STEP, p.k);
+        else copies_commit();
         products_wait<1>();
     }
     products_wait<0>();
@@ -274,6 +373,8 @@ template <Then THEN, bool GROUPED> DEVICE void gemm(const Gemm &p) {
 
 #define ROWS KERNEL __launch_bounds__(THREADS, 1)
 
+#ifndef TYPE
+
 /// out = a bᵀ.
 ROWS void gemm_store(__grid_constant__ const Gemm p) { gemm<STORE, false>(p); }
 
@@ -285,6 +386,8 @@ ROWS void gemm_scale(__grid_constant__ const Gemm p) { gemm<SCALE, false>(p); }
 
 /// out = SiLU(a gateᵀ) ⊙ (a upᵀ), as bf16.
 ROWS void gemm_gated(__grid_constant__ const Gemm p) { gemm<GATED, false>(p); }
+
+#endif
 
 /// The same for the pairs of experts: a's rows are those of the pairs, out's are sorted.
 ROWS void gemm_experts_gated(__grid_constant__ const Gemm p) { gemm<GATED, true>(p); }

@@ -5,7 +5,7 @@
 /// Decodes group `index` (eight weights) of a run of blocks.
 DEVICE void decode_group(const u8 *blocks, long index, float out[8]) {
     const int GROUPS = TYPE::LEN / 8;
-    TYPE::decode(blocks + index / GROUPS * TYPE::BYTES, (int)(index % GROUPS), out);
+    TYPE::decode(blocks + index / GROUPS * TYPE::BYTES, (u32)(index % GROUPS), out);
 }
 
 DEVICE uint4 round_group(const float w[8]) {

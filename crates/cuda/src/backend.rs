@@ -32,7 +32,7 @@ impl Cuda {
         result
     }
 
-    /// Does `work` with the context current, between two events or waiting for it if that was asked for.
+    /// Does `work` with the context current, between two events if times are taken.
     fn timed<T>(
         &mut self,
         (stage, layer): (Stage, usize),
@@ -45,9 +45,6 @@ impl Cuda {
         if let Some(start) = start {
             let end = Event::record(&self.device).map_err(&fail)?;
             self.spans.push((stage, start, end));
-        }
-        if self.options.synchronous {
-            self.device.wait().map_err(&fail)?;
         }
         Ok(result)
     }

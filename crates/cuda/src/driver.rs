@@ -154,8 +154,8 @@ impl Device {
 
     /// Memory that is not initialised.
     pub(crate) fn allocate(self: &Arc<Device>, bytes: usize) -> std::result::Result<Buffer, DriverError> {
-        // SAFETY: freed when the buffer is dropped. Kernels may read up to a block beyond the end of weights.
-        let at = unsafe { result::malloc_sync(bytes + 256) }?;
+        // SAFETY: freed when the buffer is dropped. Copies of blocks read some words beyond the end of weights.
+        let at = unsafe { result::malloc_sync(bytes + 1024) }?;
         Ok(Buffer { at, bytes, device: self.clone() })
     }
 }

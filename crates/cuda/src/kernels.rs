@@ -9,7 +9,7 @@ use quant::Type;
 use crate::compile;
 use crate::driver::{Device, Function, Module, failed};
 use crate::error::Result;
-use crate::sources::{Source, Target};
+use crate::sources::{Source, Target, expert_stages};
 
 /// Kernels that touch weights of one type.
 pub(crate) struct WeightKernels {
@@ -22,6 +22,15 @@ pub(crate) struct WeightKernels {
     pub(crate) gemv_4: Function,
     pub(crate) expert_dot: Function,
     pub(crate) expert_down: Function,
+}
+
+/// Products of the pairs of experts with blocks of one type.
+#[derive(Clone, Copy)]
+pub(crate) struct ExpertKernels {
+    pub(crate) gated: Function,
+    pub(crate) down: Function,
+    /// Bytes of shared memory.
+    pub(crate) shared: usize,
 }
 
 /// Every kernel of a model.
@@ -51,6 +60,7 @@ pub(crate) struct Kernels {
     pub(crate) attn_single: Function,
     pub(crate) attn_join: Function,
     weights: BTreeMap<Type, WeightKernels>,
+    experts: BTreeMap<Type, ExpertKernels>,
     /// Keeps the functions alive.
     _modules: Vec<Module>,
 }
@@ -61,6 +71,10 @@ impl Kernels {
         let types = types(model);
         let mut sources = sources(target, &model.spec, kv);
         sources.extend(types.iter().map(|&ty| Source::weights(target, ty)));
+        let of_experts = expert_types(model);
+        let fused: Vec<(Type, Source)> =
+            of_experts.into_iter().filter_map(|ty| Some((ty, Source::experts(target, ty)?))).collect();
+        sources.extend(fused.iter().map(|(_, source)| source.clone()));
         let mut modules = load(device, &sources)?.into_iter();
         let mut next = || modules.next().expect("a module for each source");
         let (gemm, rows, delta, attention) = (next(), next(), next(), next());
@@ -70,6 +84,14 @@ impl Kernels {
         for ty in types {
             let module = next();
             weights.insert(ty, WeightKernels::new(&module)?);
+            of_types.push(module);
+        }
+        let mut experts = BTreeMap::new();
+        for (ty, _) in fused {
+            let module = next();
+            let (_, shared) = expert_stages(target, ty).expect("it has a source");
+            let (gated, down) = (find(&module, "gemm_experts_gated")?, find(&module, "gemm_experts_down")?);
+            experts.insert(ty, ExpertKernels { gated, down, shared });
             of_types.push(module);
         }
         Ok(Kernels {
@@ -98,6 +120,7 @@ impl Kernels {
             attn_single: find(&attention, "attn_single")?,
             attn_join: find(&attention, "attn_join")?,
             weights,
+            experts,
             _modules: [gemm, rows, delta, attention].into_iter().chain(of_types).collect(),
         })
     }
@@ -105,6 +128,11 @@ impl Kernels {
     /// Kernels of weights of type `ty`, which the model has.
     pub(crate) fn of(&self, ty: Type) -> &WeightKernels {
         &self.weights[&ty]
+    }
+
+    /// Kernels that decode expert weights of type `ty` as they multiply, where there are any.
+    pub(crate) fn experts_of(&self, ty: Type) -> Option<ExpertKernels> {
+        self.experts.get(&ty).copied()
     }
 }
 
@@ -143,7 +171,16 @@ fn types(model: &Model) -> Vec<Type> {
         Ok::<(), crate::Error>(())
     };
     model.weights.map(&mut note, &mut |_| Ok(())).expect("noting cannot fail");
-    types.extend(model.experts.iter().flat_map(|layer| [layer.gate.ty, layer.up.ty, layer.down.ty]));
+    types.extend(expert_types(model));
+    types.sort_unstable();
+    types.dedup();
+    types
+}
+
+/// Types of the routed experts.
+fn expert_types(model: &Model) -> Vec<Type> {
+    let all = model.experts.iter().flat_map(|layer| [layer.gate.ty, layer.up.ty, layer.down.ty]);
+    let mut types: Vec<Type> = all.collect();
     types.sort_unstable();
     types.dedup();
     types

@@ -47,8 +47,6 @@ use weights::DeviceWeights;
 pub struct Options {
     /// Which GPU, in the order of the driver.
     pub device: i32,
-    /// Wait after every stage, so that the time of a call is the time of its work.
-    pub synchronous: bool,
 }
 
 /// A model on a GPU.
@@ -56,7 +54,6 @@ pub struct Cuda {
     model: Arc<Model>,
     capabilities: Capabilities,
     limits: Limits,
-    options: Options,
     passes: Vec<Option<Box<Open>>>,
     spare: Vec<Buffers>,
     scratch: Scratch,
@@ -106,7 +103,6 @@ impl Cuda {
             model,
             capabilities,
             limits,
-            options,
             passes: Vec::new(),
             spare: Vec::new(),
             scratch: Scratch::default(),

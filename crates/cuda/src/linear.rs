@@ -4,6 +4,7 @@ use cudarc::driver::DriverError;
 
 use crate::Cuda;
 use crate::driver::Function;
+use crate::sources::{STAGE_BYTES, gemm_stages};
 use crate::weights::Matrix;
 
 type Done = Result<(), DriverError>;
@@ -61,6 +62,9 @@ pub(crate) struct Gemm {
     pub(crate) a_stride: i32,
     pub(crate) out_stride: i32,
     pub(crate) used: i32,
+    pub(crate) blocks: [u64; 2],
+    pub(crate) strides: [i64; 2],
+    pub(crate) list: u64,
 }
 
 /// Parameters of `gated`.
@@ -190,7 +194,12 @@ impl Cuda {
 
     /// Launches products over tiles of 256 · 128, as many blocks as there are multiprocessors or tiles.
     pub(crate) fn multiply(&self, kernel: &Function, p: Gemm) -> Done {
-        let shared = crate::sources::gemm_stages(&self.target) * crate::sources::STAGE_BYTES;
+        let shared = gemm_stages(&self.target) * STAGE_BYTES;
+        self.multiply_in(kernel, shared, p)
+    }
+
+    /// The same with `shared` bytes of shared memory.
+    pub(crate) fn multiply_in(&self, kernel: &Function, shared: usize, p: Gemm) -> Done {
         let tiles = match p.count {
             0 => (p.m as usize).div_ceil(256) * (p.n as usize).div_ceil(64),
             _ => usize::MAX,
@@ -250,5 +259,8 @@ pub(crate) fn dense(
         a_stride: k as i32,
         out_stride: stride as i32,
         used: 1,
+        blocks: [0; 2],
+        strides: [0; 2],
+        list: 0,
     }
 }

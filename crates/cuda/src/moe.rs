@@ -336,7 +336,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Outputs of the pairs of some experts: gate and up decoded for all of them, multiplied, then down.
+    /// Outputs of the pairs of some experts: gate and up, then down; decoded as they are multiplied, or else before.
     fn experts_decoded(&mut self, open: &Open, [gate, up, down]: Triplet, list: &[u32]) -> Done {
         let (spec, device, listed) = (self.model.clone(), self.device.clone(), list.len());
         let (used, hidden, width) = (spec.spec.moe.used, spec.spec.hidden, gate.rows);
@@ -357,37 +357,65 @@ impl Cuda {
         };
         device.launch(&self.kernels.group_tiles, (1, 1, 1), 1024, 0, &tiles)?;
 
-        let decoded = self.scratch.weights.take(&device, pair_bytes(&spec.spec, width) * listed)?;
-        let decode = |matrix: Experts, to: u64, to_stride: usize| {
-            let groups = matrix.rows * matrix.cols / 8;
-            let p = DecodeExperts {
-                from: matrix.at,
-                to,
-                stride: matrix.stride as i64,
-                to_stride: to_stride as i64,
-                groups: groups as i64,
-                list: at,
-            };
-            let kernel = &self.kernels.of(matrix.ty).decode_experts;
-            device.launch(kernel, (groups.div_ceil(256), listed, 1), 256, 0, &p)
-        };
-        let grouped = |p: Gemm, matrix: usize| Gemm {
+        let grouped = |p: Gemm| Gemm {
             pairs: buffers.sorted.at(),
             tiles: tiles.tiles,
             count,
-            matrix: matrix as i64,
             used: used as i32,
+            list: at,
             ..p
         };
-        let one = width * hidden;
-        decode(gate, decoded, 2 * one)?;
-        decode(up, decoded + 2 * one as u64, 2 * one)?;
         let (inner, to) = (self.scratch.inner.at(), self.scratch.pairs.at());
-        let p = dense((buffers.rounded.at(), 0), decoded, (inner, width), (width, hidden), 0);
-        self.multiply(&self.kernels.gemm_experts_gated, grouped(p, 2 * one))?;
-        decode(down, decoded, one)?;
-        let p = dense((inner, 0), decoded, (to, hidden), (hidden, width), buffers.weights.at());
-        self.multiply(&self.kernels.gemm_experts_down, grouped(p, one))
+        let into = grouped(dense((buffers.rounded.at(), 0), 0, (inner, width), (width, hidden), 0));
+        let out = grouped(dense((inner, 0), 0, (to, hidden), (hidden, width), buffers.weights.at()));
+        let listed = (at, listed);
+        match self.kernels.experts_of(gate.ty).filter(|_| gate.ty == up.ty) {
+            Some(kernels) => {
+                let strides = [gate.stride as i64, up.stride as i64];
+                let p = Gemm { blocks: [gate.at, up.at], strides, ..into };
+                self.multiply_in(&kernels.gated, kernels.shared, p)?;
+            }
+            None => {
+                let (b, matrix) = self.decode_experts(&[gate, up], listed)?;
+                self.multiply(&self.kernels.gemm_experts_gated, Gemm { b, matrix, ..into })?;
+            }
+        }
+        match self.kernels.experts_of(down.ty) {
+            Some(kernels) => {
+                let p = Gemm { blocks: [down.at; 2], strides: [down.stride as i64; 2], ..out };
+                self.multiply_in(&kernels.down, kernels.shared, p)
+            }
+            None => {
+                let (b, matrix) = self.decode_experts(&[down], listed)?;
+                self.multiply(&self.kernels.gemm_experts_down, Gemm { b, matrix, ..out })
+            }
+        }
+    }
+
+    /// Matrices of listed experts as bf16, those of an expert one after the other. Returns where, and the numbers
+    /// from one expert to the next.
+    fn decode_experts(
+        &mut self,
+        matrices: &[Experts],
+        (list, listed): (u64, usize),
+    ) -> Result<(u64, i64), DriverError> {
+        let one = matrices[0].rows * matrices[0].cols;
+        let stride = matrices.len() * one;
+        let room = self.scratch.weights.take(&self.device, 2 * stride * listed)?;
+        for (i, matrix) in matrices.iter().enumerate() {
+            let groups = one / 8;
+            let p = DecodeExperts {
+                from: matrix.at,
+                to: room + 2 * (i * one) as u64,
+                stride: matrix.stride as i64,
+                to_stride: stride as i64,
+                groups: groups as i64,
+                list,
+            };
+            let kernel = &self.kernels.of(matrix.ty).decode_experts;
+            self.device.launch(kernel, (groups.div_ceil(256), listed, 1), 256, 0, &p)?;
+        }
+        Ok((room, stride as i64))
     }
 }
 

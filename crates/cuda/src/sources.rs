@@ -56,7 +56,22 @@ pub(crate) const STAGE_BYTES: usize = (256 + 128) * 64 * 2;
 
 /// Stages of the products of many rows.
 pub(crate) fn gemm_stages(target: &Target) -> usize {
-    (target.shared / STAGE_BYTES).clamp(2, 4)
+    (target.shared / STAGE_BYTES).min(4)
+}
+
+/// Bytes of shared memory for blocks of `ty` on their way to be decoded: two spans of 256 weights of 128 rows, whole
+/// 16-byte words.
+fn span_bytes(ty: Type) -> usize {
+    let span = ty.bytes(256).expect("256 weights are whole blocks of every type");
+    2 * 128 * ((span + 15).next_multiple_of(16))
+}
+
+/// Stages of the products of many rows with blocks of `ty`, and their shared memory in all. `None` if the blocks leave
+/// no room for three stages.
+pub(crate) fn expert_stages(target: &Target, ty: Type) -> Option<(usize, usize)> {
+    let spans = span_bytes(ty);
+    let stages = (target.shared.checked_sub(spans)? / STAGE_BYTES).min(4);
+    (stages >= 3 && ty.block_len() > 1).then_some((stages, stages * STAGE_BYTES + spans))
 }
 
 /// Bytes of shared memory of the scan over cells with `stages` stages, for heads of `dim`.
@@ -85,6 +100,14 @@ impl Source {
     /// Products of many rows.
     pub fn gemm(target: &Target) -> Source {
         Source::new(target, "gemm".to_string(), &[COMMON, GEMM], &[format!("STAGES={}", gemm_stages(target))])
+    }
+
+    /// Products of the pairs of experts whose weights are blocks of `ty`, if this GPU has the shared memory for them.
+    pub fn experts(target: &Target, ty: Type) -> Option<Source> {
+        let (stages, _) = expert_stages(target, ty)?;
+        let parts = [COMMON, &codebooks(ty), TYPES, GEMM];
+        let defines = [format!("TYPE={ty}"), format!("STAGES={stages}")];
+        Some(Source::new(target, format!("experts {ty}"), &parts, &defines))
     }
 
     /// Norms, router, grouping, sums.
