@@ -56,6 +56,8 @@ pub enum Command {
 pub enum BackendName {
     /// Multi-threaded SIMD.
     Cpu,
+    /// One NVIDIA GPU that holds the whole model.
+    Cuda,
     /// Plain and slow, in double precision where it matters: the measure of the others.
     Reference,
     /// The reference, rounding activations as llama.cpp's kernels do.
@@ -102,9 +104,6 @@ pub struct BackendArgs {
     /// Keep activations in single precision where they meet quantised weights; slower [cpu].
     #[arg(long)]
     pub exact: bool,
-    /// Whether each thread stays on its core; commands that measure say so.
-    #[arg(skip)]
-    pub pin: bool,
 }
 
 /// Arguments of `run`.

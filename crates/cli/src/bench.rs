@@ -25,7 +25,13 @@ use stats::Samples;
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<Outcome, Failure> {
-    let drawing = &args.roofline;
+    let (drawing, probe) = (&args.roofline, &args.probe);
+    // Not clap's business: it forgets what an option requires where that would conflict with the model.
+    let part_of_a_probe =
+        probe.ty.is_some() || probe.down.is_some() || probe.rows.is_some() || probe.ablate.is_some();
+    if probe.kernels.is_none() && part_of_a_probe {
+        return Err(Failure::Usage("--type, --down, --rows and --ablate belong to --kernels".to_string()));
+    }
     match (args.probe.kernels, &args.ab.ab, &args.model) {
         (Some(probe), _, _) => kernels::run(args, probe),
         (None, Some(flags), _) => ab::run(args, flags),
@@ -146,14 +152,11 @@ impl<'a> Bench<'a> {
         if context < needed {
             return Err(engine::Error::ContextOverflow { needed, context }.into());
         }
-        // Asked before this thread is pinned: then there is one.
         let threads = match args.backend.backend {
             BackendName::Cpu => Some(args.backend.threads.unwrap_or_else(cpu::physical_cores)),
-            BackendName::Reference | BackendName::ReferenceLlama => None,
+            BackendName::Cuda | BackendName::Reference | BackendName::ReferenceLlama => None,
         };
-        let mut backend = args.backend.clone();
-        backend.pin = !args.no_pin;
-        let started = open::start(&model, &backend, context, args.json)?;
+        let started = open::start(&model, &args.backend, context, args.json)?;
         let mut engine = started.engine;
         let peaks = if args.no_profile { Vec::new() } else { engine.backend().peaks() };
         let name = engine.backend().capabilities().name;

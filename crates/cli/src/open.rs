@@ -75,8 +75,7 @@ pub fn start(
         )));
     }
     let limits = Limits { pass_rows: pass_rows(args.chunk, context), positions: context, kv: args.kv.into() };
-    let options =
-        cpu::Options { threads: args.threads, exact: args.exact, pin: args.pin, ..cpu::Options::default() };
+    let options = cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() };
     let backend = backend(model, args.backend, options, limits, quiet)?;
     let variant = backend.capabilities().variant.clone();
     let experts = Box::new(MappedExperts::new(model));
@@ -102,6 +101,10 @@ pub fn backend(
         BackendName::Cpu => {
             let weights = load(model, quiet)?;
             return Ok(Box::new(cpu::Cpu::new(model.clone(), weights, limits, options)?));
+        }
+        BackendName::Cuda => {
+            let weights = load(model, quiet)?;
+            return Ok(Box::new(cuda::Cuda::new(model.clone(), &weights, limits, cuda::Options::default())?));
         }
         BackendName::Reference => reference::Rounding::None,
         BackendName::ReferenceLlama => reference::Rounding::LlamaCpp,

@@ -22,6 +22,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
         max_tokens: args.max_tokens,
         stop: args.stop.clone(),
         ignore_eos: args.ignore_eos,
+        logprobs: None,
     };
     options.sampling.check()?;
     if args.stop.iter().any(String::is_empty) {
@@ -61,10 +62,13 @@ impl Observer for Profile {
         &mut self,
         step: &Step,
         elapsed: Duration,
-        _: &mut dyn Backend,
+        backend: &mut dyn Backend,
         _: PassId,
     ) -> Result<(), model::Error> {
-        *self.stages.entry(step.stage).or_default() += elapsed;
+        // A backend that enqueues still has the work of the call before it.
+        let began = Instant::now();
+        backend.sync()?;
+        *self.stages.entry(step.stage).or_default() += elapsed + began.elapsed();
         Ok(())
     }
 }

@@ -1,17 +1,16 @@
 //! Kernels that leave out part of their work, so that one sees what it costs. Measurement only: results are wrong.
 
 use crate::Cpu;
-use crate::kernels::Kernels;
+use crate::kernels::{GEMV_ROWS, Kernels};
 
-/// Rows of a pass up to which some kernels decode weights as they multiply them, so that decoding cannot be left
-/// out.
-pub const FUSED_ROWS: usize = 4;
+/// Rows up to which some kernels decode weights as they multiply them, so that decoding cannot be left out.
+pub const FUSED_ROWS: usize = GEMV_ROWS;
 
 /// Makes the backend multiply with whatever lies in its panels instead of decoded weights: the weights' bytes are
 /// neither read nor decoded, everything else is done as ever. Only where activations are rounded; F32, F16 and BF16
 /// weights have no decoding to speak of.
 pub fn without_decoding(cpu: &mut Cpu) {
-    let kernels = Kernels { fill: |_, _, _, _| (), ..*cpu.team.kernels };
+    let kernels = Kernels { fill: |_, _, _, _| (), gemv: None, ..*cpu.team.kernels };
     // A table for the rest of the program, as the others are.
     cpu.team.kernels = Box::leak(Box::new(kernels));
 }

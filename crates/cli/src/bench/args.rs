@@ -33,9 +33,6 @@ pub struct BenchArgs {
     /// Seed of the token ids.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
-    /// Let threads wander between cores instead of pinning each to one [cpu].
-    #[arg(long)]
-    pub no_pin: bool,
     /// Leave out the peaks of this machine and the time of every stage.
     #[arg(long)]
     pub no_profile: bool,
@@ -77,16 +74,16 @@ pub struct ProbeArgs {
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["model", "ab"])]
     pub kernels: Option<Probe>,
     /// Type of the weights.
-    #[arg(long = "type", value_name = "TYPE", value_parser = parse_type, requires = "kernels")]
+    #[arg(long = "type", value_name = "TYPE", value_parser = parse_type)]
     pub ty: Option<Type>,
     /// Type of the experts' down matrices [default: as --type].
-    #[arg(long, value_name = "TYPE", value_parser = parse_type, requires = "kernels")]
+    #[arg(long, value_name = "TYPE", value_parser = parse_type)]
     pub down: Option<Type>,
     /// Rows that meet the weights; for experts, of each of them on average [default: experts 40, dense 2048, gemv 1].
-    #[arg(long, value_name = "N", value_parser = parse_positive, requires = "kernels")]
+    #[arg(long, value_name = "N", value_parser = parse_positive)]
     pub rows: Option<usize>,
     /// Measure also without a part of the work; results are wrong then.
-    #[arg(long, value_enum, value_name = "PART", requires = "kernels")]
+    #[arg(long, value_enum, value_name = "PART")]
     pub ablate: Option<Ablation>,
 }
 

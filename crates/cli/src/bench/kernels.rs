@@ -31,10 +31,11 @@ pub fn run(args: &BenchArgs, probe: Probe) -> Result<Outcome, Failure> {
         return Err(Failure::Usage("--kernels measures the backend cpu only".to_string()));
     }
     let setup = Setup::new(probe, options);
-    if options.ablate == Some(Ablation::Decode) && setup.tokens <= cpu::probe::FUSED_ROWS {
+    // Experts have their rows on average: some have half as many.
+    let least = 2 * cpu::probe::FUSED_ROWS + 1;
+    if options.ablate == Some(Ablation::Decode) && setup.rows < least {
         return Err(Failure::Usage(format!(
-            "up to {} rows, weights are multiplied as they are decoded: nothing can be left out; ask for more --rows",
-            cpu::probe::FUSED_ROWS
+            "few rows are multiplied as weights are decoded: nothing can be left out; ask for --rows {least} or more"
         )));
     }
     let cancel = interrupt::on_ctrl_c()?;
@@ -93,6 +94,8 @@ struct Setup {
     ty: Type,
     down: Type,
     experts: u32,
+    /// Rows that meet a matrix, on average.
+    rows: usize,
     tokens: usize,
 }
 
@@ -120,7 +123,7 @@ impl Setup {
             Probe::Experts => rows.saturating_mul(experts as usize).div_ceil(shape.experts_used as usize),
             Probe::Dense | Probe::Gemv => rows,
         };
-        Setup { probe, ty, down, experts, tokens }
+        Setup { probe, ty, down, experts, rows, tokens }
     }
 
     fn stages(&self) -> &'static [Stage] {
@@ -156,10 +159,7 @@ impl Setup {
         let what = match self.probe {
             Probe::Experts => format!(
                 "{} experts of width 512 at hidden size 2048, {} (down {}), {} rows each on average",
-                self.experts,
-                self.ty,
-                self.down,
-                self.tokens * 10 / self.experts as usize
+                self.experts, self.ty, self.down, self.rows
             ),
             Probe::Dense => format!("projections of a DeltaNet layer at hidden size 2048, {}", self.ty),
             Probe::Gemv => {
@@ -187,12 +187,7 @@ fn engine(
     let chunk = args.backend.chunk.max(tokens);
     let limits = Limits { pass_rows: open::pass_rows(chunk, tokens), positions: tokens, kv: KvType::F16 };
     let backend = &args.backend;
-    let options = cpu::Options {
-        threads: backend.threads,
-        exact: backend.exact,
-        pin: !args.no_pin,
-        ..cpu::Options::default()
-    };
+    let options = cpu::Options { threads: backend.threads, exact: backend.exact, ..cpu::Options::default() };
     let mut cpu = cpu::Cpu::new(model.clone(), weights.clone(), limits, options)?;
     if part == Some(Ablation::Decode) {
         cpu::probe::without_decoding(&mut cpu);

@@ -64,7 +64,7 @@ impl Results<'_> {
             "description": bench.model.spec.name,
             "bytes": bench.file_bytes(),
             "backend": bench.name, "kernels": bench.variant,
-            "threads": bench.threads, "pinned": !args.no_pin,
+            "threads": bench.threads,
             "kv": if bench.kv().bytes() == 4 { "f32" } else { "f16" },
             "chunk": args.backend.chunk, "exact": args.backend.exact,
             "seed": args.seed, "repeat": args.repeat, "unit": "tokens/s",
@@ -109,8 +109,7 @@ impl Bench<'_> {
             self.variant,
         );
         if let Some(threads) = self.threads {
-            let pinned = if self.args.no_pin { "" } else { "pinned " };
-            text += &format!(", {threads} {pinned}{}", if threads == 1 { "thread" } else { "threads" });
+            text += &format!(", {threads} {}", if threads == 1 { "thread" } else { "threads" });
         }
         text
     }
