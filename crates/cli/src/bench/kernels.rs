@@ -21,8 +21,9 @@ use crate::{interrupt, open};
 /// Bytes of experts at most, more than caches hold.
 const EXPERT_BYTES: usize = 448 << 20;
 
-/// Token ids of the model; its output projection is what `gemv` sees of them.
-const VOCABULARY: u32 = 32_768;
+/// Token ids of the model: its output projection is measured by `gemv` only.
+const VOCABULARY: u32 = 1024;
+const GEMV_VOCABULARY: u32 = 32_768;
 
 /// Runs the command.
 pub fn run(args: &BenchArgs, probe: Probe) -> Result<Outcome, Failure> {
@@ -138,7 +139,8 @@ impl Setup {
 
     /// One DeltaNet layer.
     fn write(&self, file: &Temporary, quiet: bool, cancel: &Cancel) -> Result<(), Failure> {
-        let shape = Shape { layers: 1, vocab: VOCABULARY, experts: self.experts, ..Shape::default() };
+        let vocab = if self.probe == Probe::Gemv { GEMV_VOCABULARY } else { VOCABULARY };
+        let shape = Shape { layers: 1, vocab, experts: self.experts, ..Shape::default() };
         let dense = if self.probe == Probe::Experts { Type::Q5_K } else { self.ty };
         let mix = Mix { down: Some(self.down), ..Mix::new(Some(self.ty), Some(dense)) };
         let options = SynthOptions { shape, mix, name: "kernels".to_string(), ..SynthOptions::default() };
@@ -328,4 +330,29 @@ fn line_json(line: &Line, peaks: Option<&Peaks>) -> Value {
         "ablated": line.ablated.as_ref().map(samples),
         "share_left_out": line.saved(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn setup(probe: Probe, ty: Option<Type>, rows: Option<usize>) -> Setup {
+        Setup::new(probe, &ProbeArgs { kernels: Some(probe), ty, down: None, rows, ablate: None })
+    }
+
+    #[test]
+    fn rows_of_an_expert_make_a_prompt() {
+        let experts = setup(Probe::Experts, None, None);
+        assert_eq!(
+            (experts.ty, experts.experts, experts.rows, experts.tokens),
+            (Type::IQ2_XXS, 512, 40, 2048)
+        );
+        // 448 MiB of experts of 3.2 MiB, of which a token uses ten.
+        let large = setup(Probe::Experts, Some(Type::Q8_0), Some(1));
+        assert_eq!((large.experts, large.tokens), (140, 14));
+        let dense = setup(Probe::Dense, None, Some(7));
+        assert_eq!((dense.ty, dense.experts, dense.tokens), (Type::Q5_K, 10, 7));
+        assert_eq!(setup(Probe::Gemv, None, None).tokens, 1);
+        assert_eq!(setup(Probe::Experts, Some(Type::F32), None).experts, 37);
+    }
 }
