@@ -22,13 +22,14 @@ mod memory;
 mod moe;
 mod open;
 mod pool;
+mod predict;
 mod team;
 mod topology;
 
 use std::sync::Arc;
 
 use model::state::host::HostState;
-use model::{Capabilities, Limits, Mixer, Model, ResidentWeights};
+use model::{Capabilities, HostSlots, Limits, Mixer, Model, ResidentWeights};
 
 pub use error::Error;
 pub use kernels::Variant;
@@ -75,6 +76,8 @@ pub struct Cpu {
     spare: Vec<Buffers>,
     /// What the first halves of experts make.
     inner: Inner,
+    /// Where experts may lie.
+    slots: HostSlots,
 }
 
 impl Cpu {
@@ -112,6 +115,7 @@ impl Cpu {
             passes: Vec::new(),
             spare: Vec::new(),
             inner: Inner::default(),
+            slots: HostSlots::new(model.clone()),
             model,
             weights,
         })

@@ -155,6 +155,7 @@ impl Ingestion {
         let mut pass = Engine::pass(session, &self.tokens[chunk.clone()]);
         let wanted = self.wanted(chunk, request);
         pass.logits = wanted.map(|token| token - chunk.start).collect();
+        engine.experts.follow(self.chunks.front().map_or(0, Range::len));
         Ok(Driver::begin(&mut *engine.backend, &engine.model.spec, &pass)?)
     }
 

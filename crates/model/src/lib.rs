@@ -13,8 +13,10 @@
 mod backend;
 mod driver;
 mod error;
+mod experts;
 mod model;
 mod pass;
+mod slots;
 mod spec;
 mod stage;
 pub mod state;
@@ -22,10 +24,12 @@ mod vocabulary;
 mod weights;
 
 pub use backend::{Backend, Capabilities, Limits, Matrix, PassId, PlacedExpert, Slot, Wave};
-pub use driver::{Driver, ExpertSource, MappedExperts, Observer, Progress, Quiet};
+pub use driver::{Driver, Observer, Progress, Quiet};
 pub use error::{Error, Result};
+pub use experts::{ExpertSource, LayerCall, MappedExperts};
 pub use model::{Model, ResidentWeights};
 pub use pass::{GRID, Pass, Run, SnapshotRequest};
+pub use slots::{Fill, HostArena, HostSlots, SlotMemory};
 pub use spec::{AttentionSpec, DeltaSpec, LayerKind, MoeSpec, Spec};
 pub use stage::{Intermediate, Stage, Step};
 pub use state::{KvType, SequenceId, Snapshot};
