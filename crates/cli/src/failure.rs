@@ -34,6 +34,12 @@ pub enum Failure {
     /// Starting the CPU backend.
     #[error(transparent)]
     Cpu(#[from] cpu::Error),
+    /// Making room for experts.
+    #[error(transparent)]
+    Experts(#[from] experts::Error),
+    /// Planning memory.
+    #[error(transparent)]
+    Plan(#[from] engine::plan::NotEnough),
     /// Making files.
     #[error(transparent)]
     Forge(forge::Error),

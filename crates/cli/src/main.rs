@@ -1,6 +1,9 @@
 //! The `redlite` binary: arguments in, libraries called, text out.
 
 mod args;
+mod bench;
+mod cache;
+mod cache_args;
 mod failure;
 mod forge_files;
 mod info;
@@ -34,6 +37,7 @@ fn main() -> ExitCode {
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Logits(args) => logits::run(&args),
         Command::Parity(args) => parity::run(&args),
+        Command::Bench(args) => bench::run(&args),
     };
     match result {
         Ok(Outcome::Success) => ExitCode::SUCCESS,

@@ -10,6 +10,7 @@ use serde_json::json;
 use text::Tokenizer;
 
 use crate::args::RunArgs;
+use crate::cache::Loads;
 use crate::failure::{Failure, Outcome};
 use crate::open::{self, Started};
 use crate::report::{self, Bar};
@@ -22,6 +23,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
         max_tokens: args.max_tokens,
         stop: args.stop.clone(),
         ignore_eos: args.ignore_eos,
+        logprobs: None,
     };
     options.sampling.check()?;
     if args.stop.iter().any(String::is_empty) {
@@ -75,6 +77,7 @@ struct Answer {
     session: Session,
     load: Duration,
     variant: String,
+    loads: Loads,
     profile: Profile,
     prompt: usize,
     reading: Duration,
@@ -88,12 +91,13 @@ struct Answer {
 
 impl Answer {
     fn new(started: Started) -> Answer {
-        let Started { mut engine, load, variant } = started;
+        let Started { mut engine, load, variant, monitor } = started;
         Answer {
             session: engine.open(),
             engine,
             load,
             variant,
+            loads: Loads::new(monitor),
             profile: Profile::default(),
             prompt: 0,
             reading: Duration::ZERO,
@@ -117,6 +121,7 @@ impl Answer {
         }
         let result = self.engine.ingest(&mut self.session, tokens, &mut request);
         self.reading = began.elapsed();
+        self.loads.mark();
         bar.finish();
         self.logits = result?.logits;
         Ok(())
@@ -148,6 +153,7 @@ impl Answer {
             self.show(&token.text, args)?;
         }
         self.writing = began.elapsed();
+        self.loads.mark();
         if !args.json {
             println_flush()?;
         }
@@ -171,6 +177,8 @@ impl Answer {
         }
         if args.stats {
             report::say(format_args!("\n{}", self.stage_table().trim_end()));
+            let times = [("read", self.reading), ("write", self.writing)];
+            self.loads.lines(times).iter().for_each(report::say);
         }
         if !args.quiet {
             report::say(format_args!("\n{}", self.summary()));
@@ -233,6 +241,9 @@ impl Answer {
         });
         if args.stats {
             value["stage_seconds"] = stages.into();
+        }
+        if let Some(loads) = self.loads.json() {
+            value["loads"] = loads;
         }
         value
     }

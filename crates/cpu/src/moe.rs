@@ -152,6 +152,12 @@ pub(crate) fn used(pairs: &Pairs) -> Vec<u32> {
     (0..pairs.starts.len() - 1).filter(|&e| pairs.starts[e] < pairs.starts[e + 1]).map(|e| e as u32).collect()
 }
 
+/// Bytes of [`Inner`] for passes of `rows` rows.
+pub(crate) fn inner_bytes(spec: &Spec, rows: usize) -> usize {
+    let widest = spec.moe.widths.iter().copied().max().unwrap_or(0);
+    PAIRS.min(rows * spec.moe.used) * (widest * size_of::<f32>() + widest / GROUP * size_of::<Group>())
+}
+
 /// What the first halves of experts make: rows of pairs.
 #[derive(Default)]
 pub(crate) struct Inner {

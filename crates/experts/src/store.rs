@@ -63,8 +63,6 @@ pub struct Store {
     threads: Vec<JoinHandle<()>>,
     arena: u32,
     options: Options,
-    /// Rows of the pass after the one that begins.
-    follow: usize,
     /// The mapped file to compare with.
     truth: Option<Arc<Model>>,
     damage: Option<ModelError>,
@@ -133,7 +131,6 @@ impl Store {
             threads: Vec::new(),
             arena,
             options,
-            follow: 0,
             truth: options.verify.then(|| model.clone()),
             damage: None,
             complete: vec![None; layers],
@@ -276,7 +273,7 @@ impl ExpertSource for Store {
             Some(used) if !state.policy.scans(call.rows) => state.start_small(call.layer, used),
             _ if state.policy.full => {}
             _ => {
-                let another = state.policy.scans(self.follow);
+                let another = state.policy.scans(call.follow);
                 state.start_scan(call.layer, another);
             }
         }
@@ -336,18 +333,14 @@ impl ExpertSource for Store {
         self.shared.work.notify_all();
     }
 
-    fn wants_choices(&self, rows: usize) -> bool {
+    fn wants_choices(&self, call: &LayerCall) -> bool {
         let state = self.shared.lock();
-        !state.policy.full && state.policy.scans(rows) && !state.policy.scans(self.follow)
+        !state.policy.full && state.policy.scans(call.rows) && !state.policy.scans(call.follow)
     }
 
     fn choices(&mut self, layer: usize, ids: &Matrix) {
         let rows = (0..ids.rows).map(|row| ids.row(row).iter().map(|&id| id as u32).collect());
         self.shared.lock().seed(layer, rows);
-    }
-
-    fn follow(&mut self, rows: usize) {
-        self.follow = rows;
     }
 }
 

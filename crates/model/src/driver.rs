@@ -65,8 +65,8 @@ pub struct Driver {
     next: usize,
     /// Layers of the model.
     layers: usize,
-    /// Rows of the pass.
-    rows: usize,
+    /// Rows of the pass, and of the one after it.
+    rows: (usize, usize),
     /// The layer whose waves are being computed.
     waves: Option<Waves>,
     /// Time of the calls of the step so far: experts may take several.
@@ -82,7 +82,12 @@ impl Driver {
         pass.check(spec.vocab)?;
         let steps = plan(spec, pass, backend.capabilities().block_rows);
         let (layers, rows, pass) = (spec.layers.len(), pass.rows(), backend.begin(pass)?);
-        Ok(Driver { pass, steps, next: 0, layers, rows, waves: None, spent: Duration::ZERO })
+        Ok(Driver { pass, steps, next: 0, layers, rows: (rows, 0), waves: None, spent: Duration::ZERO })
+    }
+
+    /// Says that a pass of `rows` rows will follow, so that its experts can be on their way.
+    pub fn followed_by(self, rows: usize) -> Driver {
+        Driver { rows: (self.rows.0, rows), ..self }
     }
 
     /// The open pass.
@@ -111,7 +116,7 @@ impl Driver {
                 Stage::Experts => self.wave(&step, backend, experts)?,
                 stage => {
                     backend.run_stage(self.pass, stage, step.layer, step.rows.clone())?;
-                    if stage == Stage::Route && experts.wants_choices(self.rows) {
+                    if stage == Stage::Route && experts.wants_choices(&self.call(step.layer, None)) {
                         let ids = backend.read(self.pass, Intermediate::RouteIds)?;
                         ids.iter().for_each(|ids| experts.choices(step.layer, ids));
                     }
@@ -127,6 +132,10 @@ impl Driver {
         Ok(self.progress())
     }
 
+    fn call<'a>(&self, layer: usize, used: Option<&'a [u32]>) -> LayerCall<'a> {
+        LayerCall { layer, rows: self.rows.0, follow: self.rows.1, used }
+    }
+
     /// The next wave of the experts of a layer; true after the last one.
     fn wave(
         &mut self,
@@ -134,13 +143,13 @@ impl Driver {
         backend: &mut dyn Backend,
         experts: &mut dyn ExpertSource,
     ) -> Result<bool> {
-        let (layer, rows) = (step.layer, step.rows.len());
+        let (layer, rows) = (step.layer, self.rows.0);
         let waves = match self.waves.take() {
             Some(waves) => waves,
             None => {
                 let used =
                     experts.needs_routes(rows).then(|| backend.routes(self.pass, layer)).transpose()?;
-                experts.start(&LayerCall { layer, rows, used: used.as_deref() })?;
+                experts.start(&self.call(layer, used.as_deref()))?;
                 // After `start`, so that predicting and reading what is missing here overlap.
                 let margin = experts.wants_prediction(rows).filter(|_| layer + 1 < self.layers);
                 if let Some(margin) = margin
@@ -151,8 +160,7 @@ impl Driver {
                 Waves { used, from: 0 }
             }
         };
-        let call = LayerCall { layer, rows, used: waves.used.as_deref() };
-        let wave = experts.wave(&call, waves.from)?;
+        let wave = experts.wave(&self.call(layer, waves.used.as_deref()), waves.from)?;
         let computed = backend.experts(self.pass, layer, &wave);
         experts.release();
         computed?;

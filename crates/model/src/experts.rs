@@ -13,6 +13,8 @@ pub struct LayerCall<'a> {
     pub layer: usize,
     /// Rows of the pass.
     pub rows: usize,
+    /// Rows of the pass that will follow this one; 0 if none is known to.
+    pub follow: usize,
     /// The experts the rows chose, ascending; `None` if not asked for: then it may be any.
     pub used: Option<&'a [u32]>,
 }
@@ -50,16 +52,13 @@ pub trait ExpertSource {
     /// The experts `layer` will probably choose, ascending.
     fn predicted(&mut self, _layer: usize, _experts: &[u32]) {}
 
-    /// Whether the source wants to hear the choices of each row of a pass of `rows` rows.
-    fn wants_choices(&self, _rows: usize) -> bool {
+    /// Whether the source wants to hear what each row chooses in a layer.
+    fn wants_choices(&self, _call: &LayerCall) -> bool {
         false
     }
 
     /// What each row of a block chose in `layer`, by falling weight: [rows, used].
     fn choices(&mut self, _layer: usize, _ids: &Matrix) {}
-
-    /// After the pass that begins now, another of `rows` rows will come; 0 if none is known to.
-    fn follow(&mut self, _rows: usize) {}
 }
 
 /// The mapped file as a source: every expert is in place, the operating system fetches it.
