@@ -7,6 +7,8 @@ use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use quant::Type;
 
+use crate::cache_args::CacheArgs;
+
 use crate::bench::args::BenchArgs;
 
 const STYLES: Styles = Styles::styled()
@@ -104,6 +106,9 @@ pub struct BackendArgs {
     /// Keep activations in single precision where they meet quantised weights; slower [cpu].
     #[arg(long)]
     pub exact: bool,
+    /// Experts in bounded memory.
+    #[command(flatten)]
+    pub cache: CacheArgs,
     /// Whether each thread stays on its core; commands that measure say so.
     #[arg(skip)]
     pub pin: bool,

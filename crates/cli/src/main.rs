@@ -2,6 +2,8 @@
 
 mod args;
 mod bench;
+mod cache;
+mod cache_args;
 mod failure;
 mod forge_files;
 mod info;

@@ -146,7 +146,7 @@ struct Task {
 }
 
 enum Work {
-    Reading(Ingestion),
+    Reading(Box<Ingestion>),
     Writing { generation: Box<Generation>, began: Instant, written: usize },
 }
 
@@ -312,7 +312,7 @@ impl Scheduler {
             Ok(ingestion) => {
                 (job.listener)(Event::Started(reuse));
                 let checkpoints = self.sessions.plan(from, job.tokens.len(), &job.boundaries);
-                let (started, work) = (Instant::now(), Work::Reading(ingestion));
+                let (started, work) = (Instant::now(), Work::Reading(Box::new(ingestion)));
                 self.running.push(Task { job, submitted, started, reuse, session, checkpoints, work });
             }
             Err(error) => {
