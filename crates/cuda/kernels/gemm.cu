@@ -78,8 +78,11 @@ DEVICE void multiply_tile(float c[64], u64 a, u64 b) {
         : "l"(a), "l"(b));
 }
 
+/// Makes this thread's ordinary stores to shared memory visible to the tensor cores. It waits for the thread's
+/// asynchronous copies too, which need no such fence: so it comes before the next ones are begun.
+DEVICE void stores_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 DEVICE void products_begin() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -102,6 +105,8 @@ template <int BLOCKS> DEVICE void products(float c[BLOCKS][64], u32 stage, int g
 template <int N> DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 
 #else
+
+DEVICE void stores_fence() {}
 
 DEVICE void products_begin() { __syncthreads(); }
 
@@ -190,17 +195,27 @@ DEVICE void fill_decoded(const Blocks &from, const u8 *shared, u32 stage, int k,
     u32 misaligned = (u32)(u64)block_row(from, row, k) & 15;
     const u8 *span = shared + SPANS_AT + k / SPAN % 2 * SPANS + row * WINDOW + misaligned;
     u32 run = (u32)k % SPAN / 32 + half;
-    bool inside = k + half * 32 < end;
+    uint4 numbers[4];
+    if (k + half * 32 < end) {
+        // All loads before all stores: they are many and slow.
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            u32 group = run * 4 + i;
+            float w[8];
+            TYPE::decode(span + group / (TYPE::LEN / 8) * TYPE::BYTES, group % (TYPE::LEN / 8), w);
+            numbers[i] = make_uint4(bf16_pair(w[0], w[1]), bf16_pair(w[2], w[3]), bf16_pair(w[4], w[5]), bf16_pair(w[6], w[7]));
+        }
+    } else {
+        for (int i = 0; i < 4; i++) numbers[i] = make_uint4(0, 0, 0, 0);
+    }
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-        float w[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-        u32 group = run * 4 + i;
-        if (inside) TYPE::decode(span + group / (TYPE::LEN / 8) * TYPE::BYTES, group % (TYPE::LEN / 8), w);
         u32 at = stage + A_BYTES + row * 128 + ((half * 4 + i) ^ row % 8) * 16;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(bf16_pair(w[0], w[1])),
-                     "r"(bf16_pair(w[2], w[3])), "r"(bf16_pair(w[4], w[5])), "r"(bf16_pair(w[6], w[7]))
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(numbers[i].x), "r"(numbers[i].y),
+                     "r"(numbers[i].z), "r"(numbers[i].w)
                      : "memory");
     }
+    stores_fence();
 }
 
 #else
@@ -216,6 +231,7 @@ DEVICE void fill_decoded(const Blocks &, const u8 *, u32, int, int) {}
 
 /// Fills a stage with the numbers k .. k + 64; zeros where there are none.
 DEVICE void fill(const Sources &from, const Blocks &coded, const u8 *shared, u32 stage, int k, int end) {
+    if (BLOCKS_OF_TYPE) fill_decoded(coded, shared, stage, k, end);
     int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
     bool inside = k + chunk * 8 < end;
     u32 to = stage + row * 128 + (chunk ^ row % 8) * 16;
@@ -230,7 +246,6 @@ DEVICE void fill(const Sources &from, const Blocks &coded, const u8 *shared, u32
         }
     }
     copies_commit();
-    if (BLOCKS_OF_TYPE) fill_decoded(coded, shared, stage, k, end);
 }
 
 /// The place of a row of the tile of a grouped product.
