@@ -5,20 +5,60 @@
 //! to integers through tables), `register` (decode once to integers in registers; what the backend ships). The
 //! integer kernels are those of `crates/cpu`.
 
-#[path = "../../../crates/cpu/src/kernels/int8.rs"]
-#[allow(dead_code)] // the portable kernels
-mod int8;
-#[path = "../../../crates/cpu/src/kernels/unpack.rs"]
-mod unpack;
-#[path = "../../../crates/cpu/src/kernels/vnni.rs"]
-#[allow(dead_code)]
-mod vnni;
-#[path = "../../../crates/cpu/src/kernels/vnni_fill.rs"]
-mod vnni_fill;
+#[path = "../../../crates/cpu/src/kernels"]
+#[allow(dead_code)] // what the backend alone uses
+mod kernels {
+    mod blocks;
+    pub(crate) mod int8;
+    mod lanes;
+    mod product;
+    mod simd;
+    pub(crate) mod unpack;
+    mod vnni;
+    mod vnni_fill;
+
+    use int8::{COLUMNS, Codes, Form, Panel};
+    use quant::Type;
+
+    pub(crate) fn round(x: &[f32], out: &mut [Codes]) {
+        int8::round(x, out);
+    }
+
+    pub(crate) fn fill(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
+        // SAFETY: features checked in `main`.
+        unsafe { vnni_fill::fill(ty, rows, COLUMNS, panel) }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    fn loops(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
+        int8::fill(ty, rows, COLUMNS, panel);
+    }
+
+    pub(crate) fn fill_by_tables(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
+        // SAFETY: features checked in `main`.
+        unsafe { loops(ty, rows, panel) }
+    }
+
+    /// As [`vnni::product`].
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn product(
+        x: &[*const Codes],
+        panels: &[&Panel],
+        out: (*mut f32, usize),
+        shape: (usize, Form),
+        add: bool,
+    ) {
+        // SAFETY: features checked in `main`, the rest by the caller.
+        unsafe { vnni::product(x, panels, out, shape, add) }
+    }
+}
 
 use std::arch::x86_64::*;
 
-use int8::{COLUMNS, GROUP, Group, PANEL, Panel};
+use kernels::int8::{COLUMNS, Codes, GROUP, PANEL, Panel};
+use kernels::unpack;
 use quant::Type;
 
 const K: usize = 2048;
@@ -97,7 +137,7 @@ fn weights(random: &mut Random) -> Vec<u8> {
 
 struct Inputs {
     numbers: Vec<f32>,
-    codes: Vec<Group>,
+    codes: Vec<Codes>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -110,13 +150,11 @@ enum Part {
 type Fill = fn(&[&[u8]], &mut Panel);
 
 fn table(rows: &[&[u8]], panel: &mut Panel) {
-    // SAFETY: checked in `main`.
-    unsafe { vnni_fill::fill_by_tables(Type::IQ2_XXS, rows, COLUMNS, panel) }
+    kernels::fill_by_tables(Type::IQ2_XXS, rows, panel);
 }
 
 fn register(rows: &[&[u8]], panel: &mut Panel) {
-    // SAFETY: checked in `main`.
-    unsafe { vnni_fill::fill(Type::IQ2_XXS, rows, COLUMNS, panel) }
+    kernels::fill(Type::IQ2_XXS, rows, panel);
 }
 
 /// Asks for the three lines of a row's blocks.
@@ -127,13 +165,11 @@ fn prefetch(bytes: *const u8) {
     }
 }
 
-/// One expert's gate and up for `tokens` rows: [2][N / PANEL][tokens][PANEL].
-fn integers(fill: Fill, part: Part, both: [&[u8]; 2], x: &[Group], panels: &mut [Panel; 2], out: &mut [f32]) {
-    const PER_ROW: usize = K / GROUP;
-    let tokens = x.len() / PER_ROW;
+/// One expert's gate and up for `tokens` rows: [N / PANEL][tokens][2][PANEL].
+fn integers(fill: Fill, part: Part, both: [&[u8]; 2], x: &[Codes], panels: &mut [Panel; 2], out: &mut [f32]) {
+    let tokens = x.len() / BLOCKS;
     let form = unpack::form(Type::IQ2_XXS);
     let size = tokens * PANEL;
-    let (gates, ups) = out.split_at_mut(N * tokens);
     for first in (0..N).step_by(PANEL) {
         for block in 0..BLOCKS {
             if part != Part::Multiply {
@@ -145,19 +181,22 @@ fn integers(fill: Fill, part: Part, both: [&[u8]; 2], x: &[Group], panels: &mut 
                 }
             }
             if part != Part::Decode {
-                let per_block = COLUMNS / GROUP;
-                let starts: Vec<*const Group> =
-                    x.chunks(PER_ROW).map(|row| row[block * per_block..].as_ptr()).collect();
-                let at = first / PANEL * size;
-                let (a, b) = (gates[at..].as_mut_ptr(), ups[at..].as_mut_ptr());
+                let starts: Vec<*const Codes> = x.chunks(BLOCKS).map(|row| &raw const row[block]).collect();
+                let at = first / PANEL * 2 * size;
+                let out = (out[at..].as_mut_ptr(), 2 * PANEL);
                 // SAFETY: lengths as the kernel wants them; features checked in `main`.
                 unsafe {
-                    let pair = [(&panels[0], a), (&panels[1], b)];
-                    vnni::product(&starts, &pair, (per_block, form), block > 0);
+                    let pair = [&panels[0], &panels[1]];
+                    kernels::product(&starts, &pair, out, (COLUMNS / GROUP, form), block > 0);
                 }
             }
         }
     }
+}
+
+/// Where the output of gate `n` for row `t` lies.
+fn place(tokens: usize, t: usize, n: usize) -> usize {
+    ((n / PANEL * tokens + t) * 2) * PANEL + n % PANEL
 }
 
 /// Single precision: decodes `block` rows of weights at a time, each for all tokens or for one.
@@ -177,7 +216,7 @@ fn singles(once: bool, bytes: &[u8], x: &[f32], out: &mut [f32]) {
                     acc[i] = w[i].mul_add(x[i], acc[i]);
                 }
             }
-            out[n / PANEL * tokens * PANEL + t * PANEL + n % PANEL] = acc.iter().sum();
+            out[place(tokens, t, n)] = acc.iter().sum();
         }
     }
 }
@@ -205,10 +244,11 @@ fn check(gate: &[u8], inputs: &Inputs, found: &[f32], rounded: bool) -> f64 {
     for t in 0..tokens {
         for n in 0..N {
             let terms = x[t * K..][..K].iter().zip(&w[n * K..][..K]).map(|(x, &w)| x * f64::from(w));
-            expected[n / PANEL * tokens * PANEL + t * PANEL + n % PANEL] = terms.sum();
+            expected[t * N + n] = terms.sum();
         }
     }
-    relative_rms(&found[..N * tokens], &expected)
+    let found: Vec<f32> = (0..tokens * N).map(|i| found[place(tokens, i / N, i % N)]).collect();
+    relative_rms(&found, &expected)
 }
 
 fn main() {
@@ -224,17 +264,15 @@ fn main() {
         let row_bytes = COLUMNS / ty.block_len() * ty.block_bytes();
         let bytes: Vec<u8> = (0..PANEL * row_bytes).map(|_| random.next() as u8).collect();
         let rows: [&[u8]; PANEL] = std::array::from_fn(|r| &bytes[r * row_bytes..][..row_bytes]);
-        // SAFETY: features checked above.
-        let seconds =
-            median(|| (0..2000).for_each(|_| unsafe { vnni_fill::fill(ty, &rows, COLUMNS, &mut panels[0]) }));
+        let seconds = median(|| (0..2000).for_each(|_| kernels::fill(ty, &rows, &mut panels[0])));
         let per_256 = seconds / 2000.0 / (PANEL * COLUMNS / 256) as f64 * 1e9;
         println!("decode from the first cache {:8} {per_256:7.2} ns per 256 weights", ty.name());
     }
     for tokens in [1, 4, 10, 20, 40, 80, 160] {
         let numbers: Vec<f32> =
             (0..tokens * K).map(|_| random.next() as u32 as f32 / u32::MAX as f32 * 2.0 - 1.0).collect();
-        let mut codes = vec![Group::ZERO; tokens * K / GROUP];
-        int8::round(&numbers, &mut codes);
+        let mut codes = vec![Codes::ZERO; tokens * BLOCKS];
+        kernels::round(&numbers, &mut codes);
         let inputs = Inputs { numbers, codes };
         let mut out = vec![0.0; 2 * N * tokens];
         let macs = (EXPERTS * 2 * N * K * tokens) as f64;

@@ -1,0 +1,164 @@
+//! Products of few rows, for AVX-512 with VNNI: weights are multiplied as they are decoded.
+//!
+//! The same results as decoding a panel and multiplying with it, bit for bit: the same runs, in the same order.
+
+#![allow(clippy::needless_range_loop)] // indices into several arrays of registers at once
+
+use std::arch::x86_64::*;
+
+use quant::Type;
+
+use super::blocks::{self, Sink};
+use super::int8::{Codes, GROUP, GROUPS, MAGIC, PANEL};
+use super::lanes::{Float, Int};
+
+/// out[r, n] = Σ over whole rows of up to [`PANEL`] weights; `x` has at most four rows, `out` is
+/// [rows][stride], of which [`PANEL`] columns are stored. Asks for as many bytes from `ahead` on as the weights have.
+///
+/// # Safety
+/// Every `x[r]` must point to the codes of a row as long as the weights'. The processor must have the features.
+///
+/// # Panics
+/// If the number of rows or the lengths do not fit.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,gfni,avx2,fma,f16c")]
+pub(super) unsafe fn gemv(
+    ty: Type,
+    rows: &[&[u8]],
+    x: &[*const Codes],
+    out: (&mut [f32], usize),
+    ahead: *const u8,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match *x {
+            [a] => multiply(ty, rows, [a], out, ahead),
+            [a, b] => multiply(ty, rows, [a, b], out, ahead),
+            [a, b, c] => multiply(ty, rows, [a, b, c], out, ahead),
+            [a, b, c, d] => multiply(ty, rows, [a, b, c, d], out, ahead),
+            _ => unreachable!("one to four rows"),
+        }
+    }
+}
+
+/// With `T` rows.
+///
+/// # Safety
+/// As [`gemv`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,gfni,avx2,fma,f16c")]
+unsafe fn multiply<const T: usize>(
+    ty: Type,
+    rows: &[&[u8]],
+    x: [*const Codes; T],
+    (out, stride): (&mut [f32], usize),
+    ahead: *const u8,
+) {
+    let step = PANEL * GROUP * ty.block_bytes() / ty.block_len();
+    let mut sink = Multiply { x, group: 0, acc: [_mm512_setzero_ps(); T], ahead, step };
+    blocks::decode(ty, rows, &mut sink);
+    for (acc, out) in sink.acc.into_iter().zip(out.chunks_mut(stride)) {
+        let out: &mut [f32; PANEL] = out.first_chunk_mut().expect("a panel's columns");
+        // SAFETY: 16 numbers.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), acc) };
+    }
+}
+
+/// Multiplies what is decoded.
+struct Multiply<const T: usize> {
+    /// Codes of the group that comes next.
+    x: [*const Codes; T],
+    /// Which of theirs it is.
+    group: usize,
+    acc: [Float; T],
+    /// What to ask for next.
+    ahead: *const u8,
+    /// Bytes of 32 columns of a panel.
+    step: usize,
+}
+
+impl<const T: usize> Multiply<T> {
+    /// Products of steps of four columns from `first` of the group on, on top of `start`, times `scale`.
+    ///
+    /// # Safety
+    /// `x` must point to codes.
+    #[inline(always)]
+    unsafe fn products(q: &[Int], first: usize, x: *const Codes, start: i32, scale: Float) -> Float {
+        // SAFETY: the caller's promise; only reached from functions with the features.
+        unsafe {
+            let mut sums = _mm512_set1_epi32(start);
+            for s in 0..q.len() {
+                let four = (&raw const (*x).q).cast::<i32>().add(first + s).read();
+                sums = _mm512_dpbusd_epi32(sums, q[s], _mm512_set1_epi32(four));
+            }
+            let magic = _mm512_mul_ps(scale, _mm512_set1_ps(-MAGIC));
+            _mm512_fmadd_ps(_mm512_castsi512_ps(sums), scale, magic)
+        }
+    }
+
+    /// Moves on.
+    #[inline(always)]
+    fn next(&mut self) {
+        for at in (0..self.step).step_by(64) {
+            // SAFETY: a hint, harmless for any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.ahead.wrapping_add(at).cast()) };
+        }
+        self.ahead = self.ahead.wrapping_add(self.step);
+        self.group += 1;
+        if self.group == GROUPS {
+            self.group = 0;
+            for t in 0..T {
+                self.x[t] = self.x[t].wrapping_add(1);
+            }
+        }
+    }
+
+    /// Adds a run.
+    ///
+    /// # Safety
+    /// `x` must point to codes; features as in the callers.
+    #[inline(always)]
+    unsafe fn add(&mut self, t: usize, products: Float, offset: Option<(Float, f32)>) {
+        // SAFETY: the caller's promise; only reached from functions with the features.
+        unsafe {
+            let scale = (&raw const (*self.x[t]).scales).cast::<f32>().add(self.group).read();
+            self.acc[t] = _mm512_fmadd_ps(products, _mm512_set1_ps(scale), self.acc[t]);
+            if let Some((offset, sum)) = offset {
+                self.acc[t] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sum), self.acc[t]);
+            }
+        }
+    }
+}
+
+impl<const T: usize> Sink for Multiply<T> {
+    #[inline(always)]
+    fn full(&mut self, q: [Int; 8], scale: Float, offset: Option<Float>) {
+        for t in 0..T {
+            // SAFETY: there are as many groups as runs of 32 columns, by the promise to `gemv`.
+            unsafe {
+                let (x, g) = (self.x[t], self.group);
+                let start = (&raw const (*x).starts).cast::<i32>().add(g).read();
+                let sum = (&raw const (*x).sums).cast::<f32>().add(g).read();
+                let products = Self::products(&q, GROUP / 4 * g, x, start, scale);
+                self.add(t, products, offset.map(|offset| (offset, sum)));
+            }
+        }
+        self.next();
+    }
+
+    #[inline(always)]
+    fn halves(&mut self, q: [Int; 8], scales: [Float; 2], offsets: Option<[Float; 2]>) {
+        for t in 0..T {
+            for half in 0..2 {
+                // SAFETY: as above.
+                unsafe {
+                    let (x, g) = (self.x[t], self.group);
+                    let start = (&raw const (*x).half_starts).cast::<i32>().add(2 * g + half).read();
+                    let sum = (&raw const (*x).half_sums).cast::<f32>().add(2 * g + half).read();
+                    let (first, q) = (GROUP / 4 * g + 4 * half, &q[4 * half..][..4]);
+                    let products = Self::products(q, first, x, start, scales[half]);
+                    self.add(t, products, offsets.map(|offsets| (offsets[half], sum)));
+                }
+            }
+        }
+        self.next();
+    }
+}
