@@ -4,7 +4,7 @@ use cudarc::driver::DriverError;
 
 use crate::Cuda;
 use crate::driver::Function;
-use crate::sources::{STAGE_BYTES, gemm_stages};
+use crate::sources::gemm_stages;
 use crate::weights::Matrix;
 
 type Done = Result<(), DriverError>;
@@ -227,18 +227,23 @@ impl Cuda {
 
     /// Launches products over tiles of 256 · 128, as many blocks as there are multiprocessors or tiles.
     pub(crate) fn multiply(&self, kernel: &Function, p: Gemm) -> Done {
-        let shared = gemm_stages(&self.target) * STAGE_BYTES;
-        self.multiply_in(kernel, shared, p)
+        let (_, shared) = gemm_stages(&self.target);
+        self.multiply_with(kernel, (384, shared), p)
     }
 
-    /// The same with `shared` bytes of shared memory.
-    pub(crate) fn multiply_in(&self, kernel: &Function, shared: usize, p: Gemm) -> Done {
+    /// The same with other threads and bytes of shared memory.
+    pub(crate) fn multiply_with(
+        &self,
+        kernel: &Function,
+        (threads, shared): (usize, usize),
+        p: Gemm,
+    ) -> Done {
         let tiles = match p.count {
             0 => (p.m as usize).div_ceil(256) * (p.n as usize).div_ceil(64),
             _ => usize::MAX,
         };
         let grid = tiles.min(self.device.processors as usize);
-        self.device.launch(kernel, (grid, 1, 1), 256, shared, &p)
+        self.device.launch(kernel, (grid, 1, 1), threads, shared, &p)
     }
 
     /// Matrices of one width as bf16, their rows one after the other.

@@ -375,7 +375,7 @@ impl Cuda {
             Some(kernels) => {
                 let strides = [gate.stride as i64, up.stride as i64];
                 let p = Gemm { blocks: [gate.at, up.at], strides, ..into };
-                self.multiply_in(&kernels.gated, kernels.shared, p)?;
+                self.multiply_with(&kernels.gated, (512, kernels.shared), p)?;
             }
             None => {
                 let (b, matrix) = self.decode_experts(&[gate, up], listed)?;
@@ -385,7 +385,7 @@ impl Cuda {
         match self.kernels.experts_of(down.ty) {
             Some(kernels) => {
                 let p = Gemm { blocks: [down.at; 2], strides: [down.stride as i64; 2], ..out };
-                self.multiply_in(&kernels.down, kernels.shared, p)
+                self.multiply_with(&kernels.down, (512, kernels.shared), p)
             }
             None => {
                 let (b, matrix) = self.decode_experts(&[down], listed)?;
