@@ -8,6 +8,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use quant::Type;
 
 use crate::bench::args::BenchArgs;
+use crate::serve::args::ServeArgs;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -31,6 +32,8 @@ pub struct Cli {
 pub enum Command {
     /// Read a prompt and answer or continue it.
     Run(RunArgs),
+    /// Serve a model over HTTP, as agents and OpenAI's clients speak it.
+    Serve(ServeArgs),
     /// Show what is in a model file and what running it takes.
     Info(InfoArgs),
     /// Show the tokens of a text.
