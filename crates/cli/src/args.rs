@@ -10,6 +10,7 @@ use quant::Type;
 use crate::cache_args::CacheArgs;
 
 use crate::bench::args::BenchArgs;
+use crate::serve::args::ServeArgs;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -33,6 +34,8 @@ pub struct Cli {
 pub enum Command {
     /// Read a prompt and answer or continue it.
     Run(RunArgs),
+    /// Serve a model over HTTP, as agents and OpenAI's clients speak it.
+    Serve(ServeArgs),
     /// Show what is in a model file and what running it takes.
     Info(InfoArgs),
     /// Show the tokens of a text.

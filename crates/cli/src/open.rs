@@ -71,6 +71,16 @@ pub fn start(
     context: usize,
     quiet: bool,
 ) -> Result<Started, Failure> {
+    start_with_room(model, args, (context, context), quiet)
+}
+
+/// As [`start`], for sessions of at most `context` positions and room for `positions` over all of them.
+pub fn start_with_room(
+    model: &Arc<Model>,
+    args: &BackendArgs,
+    (context, positions): (usize, usize),
+    quiet: bool,
+) -> Result<Started, Failure> {
     let began = Instant::now();
     let trained = model.spec.context;
     if context > trained {
@@ -78,7 +88,7 @@ pub fn start(
             "a context of {context} is more than the {trained} of the model"
         )));
     }
-    let limits = Limits { pass_rows: pass_rows(args.chunk, context), positions: context, kv: args.kv.into() };
+    let limits = Limits { pass_rows: pass_rows(args.chunk, context), positions, kv: args.kv.into() };
     let options =
         cpu::Options { threads: args.threads, exact: args.exact, pin: args.pin, ..cpu::Options::default() };
     let plan = cache::plan(model, args, &limits)?;

@@ -4,6 +4,7 @@
 //! - [`Session`] is a conversation's tokens and the state behind them;
 //! - [`Ingestion`] reads a prompt in chunks and can stop between any two stages;
 //! - [`Sessions`] finds the deepest checkpoint for a prompt, and keeps them within a budget;
+//! - [`Store`] keeps sessions on disk, so that they survive a restart;
 //! - [`Scheduler`] runs several requests on one engine, without one starving another;
 //! - [`Generation`] turns logits into text, one token at a time;
 //! - [`Profile`] says where the time went, stage by stage, and what the work would cost at least;
@@ -26,6 +27,7 @@ mod profile;
 mod sampler;
 mod scheduler;
 mod sessions;
+mod store;
 
 pub use cancel::Cancel;
 pub use chunks::chunks;
@@ -38,3 +40,4 @@ pub use profile::{Profile, StageProfile};
 pub use sampler::{Sampler, Sampling};
 pub use scheduler::{Event, Job, Phase, QueueFull, Report, Scheduler, SchedulerOptions, SchedulerStats};
 pub use sessions::{Miss, Reuse, SessionOptions, SessionStats, Sessions};
+pub use store::{Fingerprint, Store};
