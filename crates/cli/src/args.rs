@@ -112,9 +112,6 @@ pub struct BackendArgs {
     /// Experts in bounded memory.
     #[command(flatten)]
     pub cache: CacheArgs,
-    /// Whether each thread stays on its core; commands that measure say so.
-    #[arg(skip)]
-    pub pin: bool,
 }
 
 /// Arguments of `run`.

@@ -90,6 +90,7 @@ impl fmt::Display for Variant {
 }
 
 /// The kernels of a variant. Shapes and meaning are described where the kernels are written.
+#[derive(Clone, Copy)]
 pub(crate) struct Kernels {
     /// Which.
     pub(crate) variant: Variant,

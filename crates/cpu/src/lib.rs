@@ -25,6 +25,7 @@ mod moe;
 mod open;
 mod pool;
 mod predict;
+pub mod probe;
 mod team;
 mod topology;
 
