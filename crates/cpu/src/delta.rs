@@ -414,6 +414,7 @@ impl Mixer<'_> {
 }
 
 /// Rows of a cell after which the state is wanted, and where this head of it goes.
+#[allow(clippy::mut_from_ref)] // parts of what `Out` points to
 fn snapshots<'a>(
     part: &'a Part,
     rows: &Range<usize>,

@@ -115,9 +115,9 @@ pub(crate) struct Kernels {
     pub(crate) gated: Gated,
     /// Rows added to others: see [`finish::add_rows`].
     pub(crate) add_rows: AddRows,
-    /// Products of integers for up to [`GEMV_ROWS`] rows, for types that have a kernel for them: weight rows, x,
+    /// Products of integers for up to [`GEMV_ROWS`] rows, where there is a kernel for them: type, weight rows, x,
     /// out [rows][PANEL], bytes that will be needed next.
-    pub(crate) gemv: fn(Type) -> Option<Gemv>,
+    pub(crate) gemv: Option<Gemv>,
     /// Products with columns: see [`product::sum_form`].
     pub(crate) sum_form: SumForm,
     /// Σ a · b.
@@ -125,7 +125,7 @@ pub(crate) struct Kernels {
     /// RMS norm: x, weight, eps, out.
     pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
     /// RMS norm times SiLU(gate): x, weight, eps, gate, out.
-    pub(crate) gated_norm: fn(&[f32], &[f32], f32, &[f32], &mut [f32]),
+    pub(crate) gated_norm: GatedNorm,
     /// gate ← SiLU(gate) · up.
     pub(crate) swiglu: fn(&mut [f32], &[f32]),
     /// x ← x · scale · sigmoid(gate).
@@ -159,6 +159,7 @@ type Gated = unsafe fn(&[f32], usize, &[*mut Codes], usize);
 /// (tile, its stride), columns, rows to add to, factor of each.
 type AddRows = unsafe fn((&[f32], usize), usize, &[*mut f32], &[f32]);
 pub(crate) type Gemv = unsafe fn(Type, &[&[u8]], &[*const Codes], (&mut [f32], usize), *const u8);
+type GatedNorm = fn(&[f32], &[f32], f32, &[f32], &mut [f32]);
 /// what, samples, out.
 type Convolve = unsafe fn(&Convolution, &[*const f32], Target);
 type SoftmaxBlock = fn(&mut [f32], f32, f32) -> (f32, f32, f32);
@@ -202,7 +203,7 @@ macro_rules! kernels {
         }
         $(#[target_feature(enable = $features)])?
         fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
-            int8::fill(ty, rows, columns, panel, int8::transpose);
+            int8::fill(ty, rows, columns, panel);
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn int_product(
@@ -294,7 +295,7 @@ macro_rules! kernels {
             int_product,
             gated,
             add_rows,
-            gemv: |_| None,
+            gemv: None,
             sum_form,
             dot: |a, b| unsafe { dot(a, b) },
             rms_norm: |x, weight, eps, out| unsafe { rms_norm(x, weight, eps, out) },
@@ -334,7 +335,7 @@ static VNNI: Kernels = Kernels {
     round: |x, out| unsafe { vnni_finish::round(x, out) },
     int_product: vnni::product,
     gated: vnni_finish::gated,
-    gemv: |ty| blocks::knows(ty).then_some(vnni_gemv::gemv as Gemv),
+    gemv: Some(vnni_gemv::gemv),
     ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 };
 

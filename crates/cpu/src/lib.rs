@@ -109,7 +109,7 @@ impl Cpu {
             capabilities: Capabilities {
                 name: "cpu",
                 variant: kernels.variant.name().to_string(),
-                kernel_version: if exact { 1 } else { 3 },
+                kernel_version: if exact { 3 } else { 5 },
                 block_rows: BLOCK_ROWS,
                 smallest_chunk: 1,
             },

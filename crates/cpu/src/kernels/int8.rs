@@ -160,13 +160,7 @@ pub(super) unsafe fn round_group(x: &[f32; GROUP], codes: *mut Codes, group: usi
 /// Decodes some columns of up to [`PANEL`] rows, given as their blocks. Rows behind the last one hold
 /// anything.
 #[inline(always)]
-pub(super) fn fill(
-    ty: Type,
-    rows: &[&[u8]],
-    columns: usize,
-    panel: &mut Panel,
-    transpose: impl Fn(&[[u8; COLUMNS]; PANEL], usize, &mut Panel),
-) {
+pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
     let mut natural = [[0; COLUMNS]; PANEL];
     let form = unpack::form(ty);
     let runs = columns / if form.halves { 16 } else { 32 };
@@ -186,7 +180,7 @@ pub(super) fn fill(
 
 /// Rows of natural order to columns of four in [`ORDER`].
 #[inline(always)]
-pub(super) fn transpose(natural: &[[u8; COLUMNS]; PANEL], columns: usize, panel: &mut Panel) {
+fn transpose(natural: &[[u8; COLUMNS]; PANEL], columns: usize, panel: &mut Panel) {
     for (row, natural) in natural.iter().enumerate() {
         let halves = natural[..columns].as_chunks::<16>().0;
         for (half, to) in halves.iter().zip(panel.q.as_chunks_mut::<4>().0) {

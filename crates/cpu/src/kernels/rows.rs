@@ -75,8 +75,10 @@ pub(super) fn softpluses<S: Simd>(x: S::V) -> S::V {
     let s = S::div(e, S::add(e, S::splat(2.0)));
     let square = S::mul(s, s);
     let terms = [1.0 / 13.0, 1.0 / 11.0, 1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0, 1.0];
-    let start = S::splat(1.0 / 15.0);
-    let sum = terms.into_iter().fold(start, |sum, term| S::fma(sum, square, S::splat(term)));
+    let mut sum = S::splat(1.0 / 15.0);
+    for term in terms {
+        sum = S::fma(sum, square, S::splat(term));
+    }
     S::fma(S::add(s, s), sum, positive)
 }
 
