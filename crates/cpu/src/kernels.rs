@@ -21,6 +21,8 @@ mod vnni;
 #[cfg(target_arch = "x86_64")]
 mod vnni_fill;
 #[cfg(target_arch = "x86_64")]
+mod vnni_finish;
+#[cfg(target_arch = "x86_64")]
 mod vnni_gemv;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -214,7 +216,10 @@ macro_rules! kernels {
         $(#[target_feature(enable = $features)])?
         unsafe fn gated(tile: &[f32], stride: usize, codes: &[*mut Codes], group: usize) {
             // SAFETY: the caller's promise is the same.
-            unsafe { finish::gated::<$simd>(tile, stride, codes, group) }
+            unsafe {
+                let round = |x: &_, codes, group| int8::round_group(x, codes, group);
+                finish::gated::<$simd>((tile, stride), (codes, group), round)
+            }
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn add_rows(tile: (&[f32], usize), columns: usize, to: &[*mut f32], factors: &[f32]) {
@@ -327,7 +332,10 @@ static VNNI: Kernels = Kernels {
     prefetch: vnni::prefetch,
     // SAFETY: as above.
     stream: |from, to| unsafe { vnni::stream(from, to) },
+    // SAFETY: as above.
+    round: |x, out| unsafe { vnni_finish::round(x, out) },
     int_product: vnni::product,
+    gated: vnni_finish::gated,
     gemv: Some(vnni_gemv::gemv),
     ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 };
