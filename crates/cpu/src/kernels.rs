@@ -5,7 +5,10 @@
 
 #[cfg(target_arch = "x86_64")]
 mod blocks;
+mod conv;
 mod decode;
+mod delta;
+mod finish;
 mod int8;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
@@ -28,7 +31,9 @@ use half::f16;
 use quant::Type;
 
 use crate::error::Error;
-pub(crate) use int8::{COLUMNS, Form, GROUP, Group, PANEL, Panel};
+pub(crate) use conv::Convolution;
+pub(crate) use delta::{Cell, Step, room as cell_room};
+pub(crate) use int8::{Codes, Form, GROUP, GROUPS, PANEL, Panel};
 use product::{Factor, Target};
 pub(crate) use unpack::{form, is_integer};
 
@@ -95,13 +100,19 @@ pub(crate) struct Kernels {
     /// Products with rows: see [`product::dot_form`].
     pub(crate) dot_form: DotForm,
     /// Activations to integers: see [`int8::round`].
-    pub(crate) round: fn(&[f32], &mut [Group]),
+    pub(crate) round: fn(&[f32], &mut [Codes]),
     /// Whole blocks of up to a panel's rows to integers: see [`int8::fill`].
     pub(crate) fill: Fill,
-    /// Asks for a cache line that will be read soon.
-    pub(crate) prefetch: fn(*const u8),
+    /// Asks for the cache lines of some bytes that will be read soon.
+    pub(crate) prefetch: fn(*const u8, usize),
+    /// Copies numbers that will not be read soon.
+    pub(crate) stream: fn(&[f32], &mut [f32]),
     /// Products of integers: see [`int8::product`].
     pub(crate) int_product: IntProduct,
+    /// SiLU(gate) · up to integers: see [`finish::gated`].
+    pub(crate) gated: Gated,
+    /// Rows added to others: see [`finish::add_rows`].
+    pub(crate) add_rows: AddRows,
     /// Products of integers for up to [`GEMV_ROWS`] rows, where there is a kernel for them: type, weight rows, x,
     /// out [rows][PANEL], bytes that will be needed next.
     pub(crate) gemv: Option<Gemv>,
@@ -111,23 +122,25 @@ pub(crate) struct Kernels {
     pub(crate) dot: fn(&[f32], &[f32]) -> f32,
     /// RMS norm: x, weight, eps, out.
     pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
-    /// RMS norm in place times SiLU(gate): x, weight, eps, gate.
-    pub(crate) gated_norm: fn(&mut [f32], &[f32], f32, &[f32]),
-    /// L2 norm in place: x, eps, factor.
-    pub(crate) l2_norm: fn(&mut [f32], f32, f32),
+    /// RMS norm times SiLU(gate): x, weight, eps, gate, out.
+    pub(crate) gated_norm: GatedNorm,
     /// gate ← SiLU(gate) · up.
     pub(crate) swiglu: fn(&mut [f32], &[f32]),
     /// x ← x · scale · sigmoid(gate).
     pub(crate) gate: fn(&mut [f32], f32, &[f32]),
-    /// Taps of a convolution and SiLU: rows, weights, out.
+    /// A convolution, SiLU and L2 norm: see [`conv::convolve`].
     pub(crate) convolve: Convolve,
-    /// y ← y + a · x.
-    pub(crate) add_scaled: fn(f32, &[f32], &mut [f32]),
+    /// Gates of the delta rule: see [`conv::gates`].
+    pub(crate) gates: fn(&mut [f32], &mut [f32], (f32, f32)),
     /// x ← e^x.
     pub(crate) exp: fn(&mut [f32]),
     /// A block of an online softmax: scores, scale, largest so far; returns largest, correction, sum.
     pub(crate) softmax_block: SoftmaxBlock,
-    /// The recurrent delta rule: state, (q, k, v), (decay, beta), d, out.
+    /// Columns of a tile of a state.
+    pub(crate) state_columns: usize,
+    /// The delta rule for the rows of a cell: see [`delta::cell`].
+    pub(crate) delta_cell: DeltaCell,
+    /// The delta rule for one row: see [`delta::step`].
     pub(crate) delta_step: DeltaStep,
 }
 
@@ -137,12 +150,21 @@ type DotForm = unsafe fn(&[*const f32], Factor, (usize, usize), Target, bool);
 type SumForm = unsafe fn((usize, usize, usize), Factor, Factor, Target, bool);
 /// type, blocks of each row, columns, panel.
 type Fill = fn(Type, &[&[u8]], usize, &mut Panel);
-/// x, panels and their outputs, (groups, form), whether to add.
-type IntProduct = unsafe fn(&[*const Group], &[(&Panel, *mut f32)], (usize, Form), bool);
-pub(crate) type Gemv = unsafe fn(Type, &[&[u8]], &[*const Group], &mut [f32], *const u8);
-type Convolve = fn(&[&[f32]], &[&[f32]], &mut [f32]);
+/// x, panels, out, (groups, form), whether to add.
+type IntProduct = unsafe fn(&[*const Codes], &[&Panel], Target, (usize, Form), bool);
+/// tile, its stride, codes of each row, group.
+type Gated = unsafe fn(&[f32], usize, &[*mut Codes], usize);
+/// (tile, its stride), columns, rows to add to, factor of each.
+type AddRows = unsafe fn((&[f32], usize), usize, &[*mut f32], &[f32]);
+pub(crate) type Gemv = unsafe fn(Type, &[&[u8]], &[*const Codes], (&mut [f32], usize), *const u8);
+type GatedNorm = fn(&[f32], &[f32], f32, &[f32], &mut [f32]);
+/// what, samples, out.
+type Convolve = unsafe fn(&Convolution, &[*const f32], Target);
 type SoftmaxBlock = fn(&mut [f32], f32, f32) -> (f32, f32, f32);
-type DeltaStep = fn(&mut [f32], (&[f32], &[f32], &[f32]), (f32, f32), &mut [f32], &mut [f32]);
+/// cell, work room, values and outputs, state, snapshots.
+type DeltaCell = fn(&Cell, &mut [f32], &mut [f32], &mut [f32], &mut [(usize, &mut [f32])]);
+/// row, state before, state behind, values and outputs.
+type DeltaStep = unsafe fn(&Step, Factor, Target, &mut [f32]);
 
 impl Kernels {
     /// The table of the wanted variant, or the best one this machine runs.
@@ -174,7 +196,7 @@ macro_rules! kernels {
             unsafe { product::dot_form::<$simd>(x, w, shape, out, add) }
         }
         $(#[target_feature(enable = $features)])?
-        fn round(x: &[f32], out: &mut [Group]) {
+        fn round(x: &[f32], out: &mut [Codes]) {
             int8::round(x, out);
         }
         $(#[target_feature(enable = $features)])?
@@ -183,10 +205,20 @@ macro_rules! kernels {
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn int_product(
-            x: &[*const Group], panels: &[(&Panel, *mut f32)], shape: (usize, Form), add: bool,
+            x: &[*const Codes], panels: &[&Panel], out: Target, shape: (usize, Form), add: bool,
         ) {
             // SAFETY: the caller's promise is the same.
-            unsafe { int8::product(x, panels, shape, add) }
+            unsafe { int8::product(x, panels, out, shape, add) }
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn gated(tile: &[f32], stride: usize, codes: &[*mut Codes], group: usize) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { finish::gated::<$simd>(tile, stride, codes, group) }
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn add_rows(tile: (&[f32], usize), columns: usize, to: &[*mut f32], factors: &[f32]) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { finish::add_rows::<$simd>(tile, columns, to, factors) }
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn sum_form(
@@ -204,12 +236,8 @@ macro_rules! kernels {
             rows::rms_norm::<$simd>(x, weight, eps, out);
         }
         $(#[target_feature(enable = $features)])?
-        fn gated_norm(x: &mut [f32], weight: &[f32], eps: f32, gate: &[f32]) {
-            rows::gated_norm::<$simd>(x, weight, eps, gate);
-        }
-        $(#[target_feature(enable = $features)])?
-        fn l2_norm(x: &mut [f32], eps: f32, factor: f32) {
-            rows::l2_norm::<$simd>(x, eps, factor);
+        fn gated_norm(x: &[f32], weight: &[f32], eps: f32, gate: &[f32], out: &mut [f32]) {
+            rows::gated_norm::<$simd>(x, weight, eps, gate, out);
         }
         $(#[target_feature(enable = $features)])?
         fn swiglu(gate: &mut [f32], up: &[f32]) {
@@ -220,12 +248,13 @@ macro_rules! kernels {
             rows::gate::<$simd>(x, scale, gate);
         }
         $(#[target_feature(enable = $features)])?
-        fn convolve(rows: &[&[f32]], weights: &[&[f32]], out: &mut [f32]) {
-            rows::convolve::<$simd>(rows, weights, out);
+        unsafe fn convolve(conv: &Convolution, samples: &[*const f32], out: Target) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { conv::convolve::<$simd>(conv, samples, out) }
         }
         $(#[target_feature(enable = $features)])?
-        fn add_scaled(a: f32, x: &[f32], y: &mut [f32]) {
-            rows::add_scaled::<$simd>(a, x, y);
+        fn gates(beta: &mut [f32], alpha: &mut [f32], head: (f32, f32)) {
+            conv::gates::<$simd>(beta, alpha, head);
         }
         $(#[target_feature(enable = $features)])?
         fn exp(x: &mut [f32]) {
@@ -236,11 +265,16 @@ macro_rules! kernels {
             rows::softmax_block::<$simd>(scores, scale, largest)
         }
         $(#[target_feature(enable = $features)])?
-        fn delta_step(
-            state: &mut [f32], qkv: (&[f32], &[f32], &[f32]), factors: (f32, f32),
-            d: &mut [f32], out: &mut [f32],
+        fn delta_cell(
+            cell: &Cell, room: &mut [f32], values: &mut [f32], state: &mut [f32],
+            snapshots: &mut [(usize, &mut [f32])],
         ) {
-            rows::delta_step::<$simd>(state, qkv, factors, d, out);
+            delta::cell::<$simd>(cell, room, values, state, snapshots);
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn delta_step(step: &Step, from: Factor, to: Target, values: &mut [f32]) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { delta::step::<$simd>(step, from, to, values) }
         }
         // SAFETY (of every call): `table` hands this out only where the features are.
         #[allow(unused_unsafe, clippy::undocumented_unsafe_blocks)]
@@ -251,21 +285,27 @@ macro_rules! kernels {
             dot_form,
             round: |x, out| unsafe { round(x, out) },
             fill: |ty, rows, columns, panel| unsafe { fill(ty, rows, columns, panel) },
-            prefetch: |_| (),
+            prefetch: |_, _| (),
+            stream: |from, to| to.copy_from_slice(from),
             int_product,
+            gated,
+            add_rows,
             gemv: None,
             sum_form,
             dot: |a, b| unsafe { dot(a, b) },
             rms_norm: |x, weight, eps, out| unsafe { rms_norm(x, weight, eps, out) },
-            gated_norm: |x, weight, eps, z| unsafe { gated_norm(x, weight, eps, z) },
-            l2_norm: |x, eps, factor| unsafe { l2_norm(x, eps, factor) },
+            gated_norm: |x, weight, eps, z, out| unsafe { gated_norm(x, weight, eps, z, out) },
             swiglu: |x, up| unsafe { swiglu(x, up) },
             gate: |x, scale, z| unsafe { gate(x, scale, z) },
-            convolve: |rows, weights, out| unsafe { convolve(rows, weights, out) },
-            add_scaled: |a, x, y| unsafe { add_scaled(a, x, y) },
+            convolve,
+            gates: |beta, alpha, head| unsafe { gates(beta, alpha, head) },
             exp: |x| unsafe { exp(x) },
             softmax_block: |scores, scale, largest| unsafe { softmax_block(scores, scale, largest) },
-            delta_step: |state, qkv, factors, d, out| unsafe { delta_step(state, qkv, factors, d, out) },
+            state_columns: delta::VECTORS * <$simd as simd::Simd>::LANES,
+            delta_cell: |cell, room, values, state, snapshots| unsafe {
+                delta_cell(cell, room, values, state, snapshots)
+            },
+            delta_step,
         }
     }};
 }
@@ -284,6 +324,8 @@ static VNNI: Kernels = Kernels {
     // SAFETY: `table` hands this out only where the features are.
     fill: |ty, rows, columns, panel| unsafe { vnni_fill::fill(ty, rows, columns, panel) },
     prefetch: vnni::prefetch,
+    // SAFETY: as above.
+    stream: |from, to| unsafe { vnni::stream(from, to) },
     int_product: vnni::product,
     gemv: Some(vnni_gemv::gemv),
     ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
