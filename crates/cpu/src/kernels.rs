@@ -45,7 +45,7 @@ pub(crate) const GEMV_ROWS: usize = 4;
 /// A set of instructions that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Variant {
-    /// AVX-512 with its integer dot products (F, BW, DQ, VL, VNNI, VBMI) and GFNI.
+    /// AVX-512 with its integer dot products (F, BW, DQ, VL, VNNI, VBMI, VBMI2) and GFNI.
     Vnni,
     /// AVX-512 (F, BW, DQ, VL).
     Avx512,
@@ -354,6 +354,7 @@ fn table(variant: Variant) -> Option<&'static Kernels> {
     let vnni = avx512
         && is_x86_feature_detected!("avx512vnni")
         && is_x86_feature_detected!("avx512vbmi")
+        && is_x86_feature_detected!("avx512vbmi2")
         && is_x86_feature_detected!("gfni");
     match variant {
         Variant::Vnni => vnni.then_some(&VNNI),
