@@ -3,11 +3,19 @@
 //! Every kernel is written once, generic over [`simd::Simd`], and compiled once for each variant. A table of
 //! function pointers is chosen when the backend starts; the stages see nothing but the table.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 mod decode;
+#[cfg(target_arch = "aarch64")]
+mod dotprod;
 mod int8;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod product;
 mod rows;
 mod simd;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod tiles;
 mod unpack;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
@@ -16,6 +24,8 @@ mod vnni_fill;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+#[cfg(target_arch = "aarch64")]
+use std::arch::is_aarch64_feature_detected;
 use std::fmt;
 
 use half::f16;
@@ -31,24 +41,41 @@ pub(crate) use unpack::{form, is_integer};
 pub enum Variant {
     /// AVX-512 with its integer dot products (F, BW, DQ, VL, VNNI, VBMI).
     Vnni,
+    /// AVX2 with FMA, F16C, and the integer dot products of AVX-VNNI.
+    Avx2Vnni,
     /// AVX-512 (F, BW, DQ, VL).
     Avx512,
     /// AVX2 with FMA and F16C.
     Avx2,
+    /// NEON with dot products of bytes.
+    NeonDotprod,
+    /// What every aarch64 processor has.
+    Neon,
     /// What every processor of the target has.
     Portable,
 }
 
 impl Variant {
     /// Every variant, the best one first.
-    pub const ALL: [Variant; 4] = [Variant::Vnni, Variant::Avx512, Variant::Avx2, Variant::Portable];
+    pub const ALL: [Variant; 7] = [
+        Variant::Vnni,
+        Variant::Avx2Vnni,
+        Variant::Avx512,
+        Variant::Avx2,
+        Variant::NeonDotprod,
+        Variant::Neon,
+        Variant::Portable,
+    ];
 
     /// Its name, as users type it.
     pub fn name(self) -> &'static str {
         match self {
             Variant::Vnni => "avx512-vnni",
+            Variant::Avx2Vnni => "avx2-vnni",
             Variant::Avx512 => "avx512",
             Variant::Avx2 => "avx2",
+            Variant::NeonDotprod => "neon-dotprod",
+            Variant::Neon => "neon",
             Variant::Portable => "portable",
         }
     }
@@ -60,7 +87,7 @@ impl Variant {
 
     /// Whether products of integers are faster than those of numbers with it.
     pub fn prefers_integers(self) -> bool {
-        self == Variant::Vnni
+        matches!(self, Variant::Vnni | Variant::Avx2Vnni | Variant::Avx2 | Variant::NeonDotprod)
     }
 
     /// Whether this machine can run it.
@@ -259,7 +286,16 @@ macro_rules! kernels {
 static PORTABLE: Kernels = kernels!(simd::Portable, Variant::Portable);
 
 #[cfg(target_arch = "x86_64")]
-static AVX2: Kernels = kernels!(x86::Avx2, Variant::Avx2, "avx2,fma,f16c");
+static AVX2: Kernels = Kernels {
+    // SAFETY: `table` hands this out only where the features are.
+    fill: |ty, rows, columns, panel| unsafe { avx2::fill(ty, rows, columns, panel) },
+    prefetch: vnni::prefetch,
+    int_product: avx2::product,
+    ..kernels!(x86::Avx2, Variant::Avx2, "avx2,fma,f16c")
+};
+
+#[cfg(target_arch = "x86_64")]
+static AVX2_VNNI: Kernels = Kernels { variant: Variant::Avx2Vnni, int_product: avx2::product_vnni, ..AVX2 };
 
 #[cfg(target_arch = "x86_64")]
 static AVX512: Kernels =
@@ -288,14 +324,35 @@ fn table(variant: Variant) -> Option<&'static Kernels> {
     let vnni = avx512 && is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi");
     match variant {
         Variant::Vnni => vnni.then_some(&VNNI),
+        Variant::Avx2Vnni => (avx2 && is_x86_feature_detected!("avxvnni")).then_some(&AVX2_VNNI),
         Variant::Avx512 => avx512.then_some(&AVX512),
         Variant::Avx2 => avx2.then_some(&AVX2),
         Variant::Portable => Some(&PORTABLE),
+        Variant::NeonDotprod | Variant::Neon => None,
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+static NEON: Kernels =
+    Kernels { fill: neon::fill, prefetch: neon::prefetch, ..kernels!(neon::Neon, Variant::Neon) };
+
+#[cfg(target_arch = "aarch64")]
+static NEON_DOTPROD: Kernels =
+    Kernels { variant: Variant::NeonDotprod, int_product: dotprod::product, ..NEON };
+
+/// The table of a variant, if this machine can run it.
+#[cfg(target_arch = "aarch64")]
+fn table(variant: Variant) -> Option<&'static Kernels> {
+    match variant {
+        Variant::NeonDotprod => is_aarch64_feature_detected!("dotprod").then_some(&NEON_DOTPROD),
+        Variant::Neon => Some(&NEON),
+        Variant::Portable => Some(&PORTABLE),
+        Variant::Vnni | Variant::Avx2Vnni | Variant::Avx512 | Variant::Avx2 => None,
     }
 }
 
 /// The table of a variant, if this machine can run it.
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn table(variant: Variant) -> Option<&'static Kernels> {
     (variant == Variant::Portable).then_some(&PORTABLE)
 }

@@ -66,6 +66,28 @@ pub(crate) struct Form {
     pub(crate) halves: bool,
     /// Whether there is an offset.
     pub(crate) offset: bool,
+    /// The smallest integer.
+    pub(crate) lowest: i8,
+    /// How far above it the largest lies at most.
+    pub(crate) span: u8,
+}
+
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // whose multipliers need it
+impl Form {
+    /// The smallest integer, as it lies in a panel.
+    pub(super) fn zero(self) -> u8 {
+        (i32::from(self.lowest) + SHIFT) as u8
+    }
+
+    /// As [`Group::start`], for weights less [`Form::zero`].
+    pub(super) fn start_from_zero(self, start: i32) -> i32 {
+        -start / SHIFT * i32::from(self.lowest)
+    }
+
+    /// How many sums of two products with weights less [`Form::zero`] can be added in sixteen bits.
+    pub(super) fn pairs_in_sixteen_bits(self) -> i32 {
+        i32::from(i16::MAX) / (2 * 127 * i32::from(self.span))
+    }
 }
 
 /// Some columns of [`PANEL`] weight rows, decoded to integers.
@@ -217,3 +239,6 @@ fn run<const N: usize>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -19,7 +19,28 @@ pub(crate) fn form(ty: Type) -> Form {
     let halves =
         matches!(ty, Type::Q2_K | Type::Q3_K | Type::Q6_K | Type::IQ2_XS | Type::IQ2_S | Type::IQ1_M);
     let offset = matches!(ty, Type::Q2_K | Type::Q4_K | Type::Q5_K | Type::Q4_1 | Type::Q5_1);
-    Form { halves, offset }
+    let (lowest, span) = range(ty);
+    Form { halves, offset, lowest, span }
+}
+
+/// The smallest integer of a type, and how far above it the largest lies at most.
+fn range(ty: Type) -> (i8, u8) {
+    match ty {
+        Type::Q2_K => (0, 3),
+        Type::Q3_K => (-4, 7),
+        Type::Q4_1 | Type::Q4_K => (0, 15),
+        Type::Q4_0 => (-8, 15),
+        Type::Q5_1 | Type::Q5_K => (0, 31),
+        Type::Q5_0 => (-16, 31),
+        Type::Q6_K => (-32, 63),
+        Type::IQ1_S | Type::IQ1_M => (-9, 18),
+        Type::MXFP4 => (-12, 24),
+        Type::IQ3_S => (-15, 30),
+        Type::IQ2_XXS | Type::IQ2_XS | Type::IQ2_S => (-43, 86),
+        Type::IQ3_XXS => (-62, 124),
+        Type::IQ4_NL | Type::IQ4_XS => (-127, 254),
+        Type::Q8_0 | Type::F32 | Type::F16 | Type::BF16 => (-128, 255),
+    }
 }
 
 /// Decodes whole blocks.
