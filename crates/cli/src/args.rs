@@ -7,6 +7,8 @@ use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use quant::Type;
 
+use crate::bench::args::BenchArgs;
+
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
     .usage(AnsiColor::Green.on_default().bold())
@@ -45,6 +47,8 @@ pub enum Command {
     Logits(LogitsArgs),
     /// Compare two backends stage by stage, or a backend with stored logits.
     Parity(ParityArgs),
+    /// Measure speed: tokens per second, the time of every stage, and how far from this machine's peak it is.
+    Bench(BenchArgs),
 }
 
 /// Which backend computes.
@@ -98,6 +102,9 @@ pub struct BackendArgs {
     /// Keep activations in single precision where they meet quantised weights; slower [cpu].
     #[arg(long)]
     pub exact: bool,
+    /// Whether each thread stays on its core; commands that measure say so.
+    #[arg(skip)]
+    pub pin: bool,
 }
 
 /// Arguments of `run`.
@@ -564,7 +571,8 @@ pub struct ParityArgs {
     pub json: bool,
 }
 
-fn parse_positive(text: &str) -> Result<usize, String> {
+/// A whole number from 1 up.
+pub fn parse_positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("must be at least 1".to_string()),
         Ok(n) => Ok(n),
@@ -572,7 +580,8 @@ fn parse_positive(text: &str) -> Result<usize, String> {
     }
 }
 
-fn parse_type(text: &str) -> Result<Type, String> {
+/// A weight type by its name.
+pub fn parse_type(text: &str) -> Result<Type, String> {
     Type::from_name(text).ok_or_else(|| {
         let names: Vec<&str> = Type::all().map(Type::name).collect();
         format!("is not a weight type; known are {}", names.join(", "))

@@ -1,6 +1,7 @@
 //! The `redlite` binary: arguments in, libraries called, text out.
 
 mod args;
+mod bench;
 mod failure;
 mod forge_files;
 mod info;
@@ -34,6 +35,7 @@ fn main() -> ExitCode {
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Logits(args) => logits::run(&args),
         Command::Parity(args) => parity::run(&args),
+        Command::Bench(args) => bench::run(&args),
     };
     match result {
         Ok(Outcome::Success) => ExitCode::SUCCESS,

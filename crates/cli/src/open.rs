@@ -75,7 +75,8 @@ pub fn start(
         )));
     }
     let limits = Limits { pass_rows: pass_rows(args.chunk, context), positions: context, kv: args.kv.into() };
-    let options = cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() };
+    let options =
+        cpu::Options { threads: args.threads, exact: args.exact, pin: args.pin, ..cpu::Options::default() };
     let backend = backend(model, args.backend, options, limits, quiet)?;
     let variant = backend.capabilities().variant.clone();
     let experts = Box::new(MappedExperts::new(model));

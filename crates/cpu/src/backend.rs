@@ -5,12 +5,12 @@ use std::ops::Range;
 use model::state::{SequenceId, Snapshot};
 use model::{
     AttentionWeights, Backend, Capabilities, DeltaWeights, Error, Intermediate, Matrix, Mixer, Pass, PassId,
-    ResidentMatrix, Result, Spec, Stage, Wave,
+    Peaks, ResidentMatrix, Result, Spec, Stage, Wave,
 };
 
 use crate::memory::Rows;
 use crate::open::{Buffers, Open, carve};
-use crate::{Cpu, attention, delta, embed, head, moe};
+use crate::{Cpu, attention, calibrate, delta, embed, head, moe};
 
 impl Cpu {
     /// Takes an open pass out of the books, does `work` with it and notes the stage.
@@ -75,6 +75,10 @@ fn attention_of(mixer: &Mixer<ResidentMatrix, Vec<f32>>) -> &AttentionWeights<Re
 impl Backend for Cpu {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
+    }
+
+    fn peaks(&mut self) -> Vec<Peaks> {
+        calibrate::peaks(&mut self.team)
     }
 
     fn create(&mut self) -> SequenceId {

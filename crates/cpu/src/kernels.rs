@@ -5,10 +5,16 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod blocks;
+mod conv;
 mod decode;
+mod delta;
 #[cfg(target_arch = "aarch64")]
 mod dotprod;
 mod int8;
+#[cfg(target_arch = "x86_64")]
+mod lanes;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod product;
@@ -22,6 +28,8 @@ mod vnni;
 #[cfg(target_arch = "x86_64")]
 mod vnni_fill;
 #[cfg(target_arch = "x86_64")]
+mod vnni_gemv;
+#[cfg(target_arch = "x86_64")]
 mod x86;
 
 #[cfg(target_arch = "aarch64")]
@@ -32,14 +40,19 @@ use half::f16;
 use quant::Type;
 
 use crate::error::Error;
+pub(crate) use conv::Convolution;
+pub(crate) use delta::{Cell, Step, room as cell_room};
 pub(crate) use int8::{COLUMNS, Form, GROUP, Group, PANEL, Panel};
 use product::{Factor, Target};
 pub(crate) use unpack::{form, is_integer};
 
+/// Rows that [`Kernels::gemv`] takes at most.
+pub(crate) const GEMV_ROWS: usize = 4;
+
 /// A set of instructions that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Variant {
-    /// AVX-512 with its integer dot products (F, BW, DQ, VL, VNNI, VBMI).
+    /// AVX-512 with its integer dot products (F, BW, DQ, VL, VNNI, VBMI) and GFNI.
     Vnni,
     /// AVX2 with FMA, F16C, and the integer dot products of AVX-VNNI.
     Avx2Vnni,
@@ -120,29 +133,36 @@ pub(crate) struct Kernels {
     pub(crate) prefetch: fn(*const u8),
     /// Products of integers: see [`int8::product`].
     pub(crate) int_product: IntProduct,
+    /// Products of integers for up to [`GEMV_ROWS`] rows, for types that have a kernel for them: weight rows, x,
+    /// out [rows][PANEL], bytes that will be needed next.
+    pub(crate) gemv: fn(Type) -> Option<Gemv>,
     /// Products with columns: see [`product::sum_form`].
     pub(crate) sum_form: SumForm,
     /// Σ a · b.
     pub(crate) dot: fn(&[f32], &[f32]) -> f32,
     /// RMS norm: x, weight, eps, out.
     pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
-    /// RMS norm in place times SiLU(gate): x, weight, eps, gate.
-    pub(crate) gated_norm: fn(&mut [f32], &[f32], f32, &[f32]),
-    /// L2 norm in place: x, eps, factor.
-    pub(crate) l2_norm: fn(&mut [f32], f32, f32),
+    /// RMS norm times SiLU(gate): x, weight, eps, gate, out.
+    pub(crate) gated_norm: fn(&[f32], &[f32], f32, &[f32], &mut [f32]),
     /// gate ← SiLU(gate) · up.
     pub(crate) swiglu: fn(&mut [f32], &[f32]),
     /// x ← x · scale · sigmoid(gate).
     pub(crate) gate: fn(&mut [f32], f32, &[f32]),
-    /// Taps of a convolution and SiLU: rows, weights, out.
+    /// A convolution, SiLU and L2 norm: see [`conv::convolve`].
     pub(crate) convolve: Convolve,
+    /// Gates of the delta rule: see [`conv::gates`].
+    pub(crate) gates: fn(&mut [f32], &mut [f32], (f32, f32)),
     /// y ← y + a · x.
     pub(crate) add_scaled: fn(f32, &[f32], &mut [f32]),
     /// x ← e^x.
     pub(crate) exp: fn(&mut [f32]),
     /// A block of an online softmax: scores, scale, largest so far; returns largest, correction, sum.
     pub(crate) softmax_block: SoftmaxBlock,
-    /// The recurrent delta rule: state, (q, k, v), (decay, beta), d, out.
+    /// Columns of a tile of a state.
+    pub(crate) state_columns: usize,
+    /// The delta rule for the rows of a cell: see [`delta::cell`].
+    pub(crate) delta_cell: DeltaCell,
+    /// The delta rule for one row: see [`delta::step`].
     pub(crate) delta_step: DeltaStep,
 }
 
@@ -154,9 +174,14 @@ type SumForm = unsafe fn((usize, usize, usize), Factor, Factor, Target, bool);
 type Fill = fn(Type, &[&[u8]], usize, &mut Panel);
 /// x, panels and their outputs, (groups, form), whether to add.
 type IntProduct = unsafe fn(&[*const Group], &[(&Panel, *mut f32)], (usize, Form), bool);
-type Convolve = fn(&[&[f32]], &[&[f32]], &mut [f32]);
+pub(crate) type Gemv = unsafe fn(Type, &[&[u8]], &[*const Group], &mut [f32], *const u8);
+/// what, samples, out.
+type Convolve = unsafe fn(&Convolution, &[*const f32], Target);
 type SoftmaxBlock = fn(&mut [f32], f32, f32) -> (f32, f32, f32);
-type DeltaStep = fn(&mut [f32], (&[f32], &[f32], &[f32]), (f32, f32), &mut [f32], &mut [f32]);
+/// cell, work room, values and outputs, state, snapshots.
+type DeltaCell = fn(&Cell, &mut [f32], &mut [f32], &mut [f32], &mut [(usize, &mut [f32])]);
+/// row, state before, state behind, values and outputs.
+type DeltaStep = unsafe fn(&Step, Factor, Target, &mut [f32]);
 
 impl Kernels {
     /// The table of the wanted variant, or the best one this machine runs.
@@ -218,12 +243,8 @@ macro_rules! kernels {
             rows::rms_norm::<$simd>(x, weight, eps, out);
         }
         $(#[target_feature(enable = $features)])?
-        fn gated_norm(x: &mut [f32], weight: &[f32], eps: f32, gate: &[f32]) {
-            rows::gated_norm::<$simd>(x, weight, eps, gate);
-        }
-        $(#[target_feature(enable = $features)])?
-        fn l2_norm(x: &mut [f32], eps: f32, factor: f32) {
-            rows::l2_norm::<$simd>(x, eps, factor);
+        fn gated_norm(x: &[f32], weight: &[f32], eps: f32, gate: &[f32], out: &mut [f32]) {
+            rows::gated_norm::<$simd>(x, weight, eps, gate, out);
         }
         $(#[target_feature(enable = $features)])?
         fn swiglu(gate: &mut [f32], up: &[f32]) {
@@ -234,8 +255,13 @@ macro_rules! kernels {
             rows::gate::<$simd>(x, scale, gate);
         }
         $(#[target_feature(enable = $features)])?
-        fn convolve(rows: &[&[f32]], weights: &[&[f32]], out: &mut [f32]) {
-            rows::convolve::<$simd>(rows, weights, out);
+        unsafe fn convolve(conv: &Convolution, samples: &[*const f32], out: Target) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { conv::convolve::<$simd>(conv, samples, out) }
+        }
+        $(#[target_feature(enable = $features)])?
+        fn gates(beta: &mut [f32], alpha: &mut [f32], head: (f32, f32)) {
+            conv::gates::<$simd>(beta, alpha, head);
         }
         $(#[target_feature(enable = $features)])?
         fn add_scaled(a: f32, x: &[f32], y: &mut [f32]) {
@@ -250,11 +276,16 @@ macro_rules! kernels {
             rows::softmax_block::<$simd>(scores, scale, largest)
         }
         $(#[target_feature(enable = $features)])?
-        fn delta_step(
-            state: &mut [f32], qkv: (&[f32], &[f32], &[f32]), factors: (f32, f32),
-            d: &mut [f32], out: &mut [f32],
+        fn delta_cell(
+            cell: &Cell, room: &mut [f32], values: &mut [f32], state: &mut [f32],
+            snapshots: &mut [(usize, &mut [f32])],
         ) {
-            rows::delta_step::<$simd>(state, qkv, factors, d, out);
+            delta::cell::<$simd>(cell, room, values, state, snapshots);
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn delta_step(step: &Step, from: Factor, to: Target, values: &mut [f32]) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { delta::step::<$simd>(step, from, to, values) }
         }
         // SAFETY (of every call): `table` hands this out only where the features are.
         #[allow(unused_unsafe, clippy::undocumented_unsafe_blocks)]
@@ -267,18 +298,23 @@ macro_rules! kernels {
             fill: |ty, rows, columns, panel| unsafe { fill(ty, rows, columns, panel) },
             prefetch: |_| (),
             int_product,
+            gemv: |_| None,
             sum_form,
             dot: |a, b| unsafe { dot(a, b) },
             rms_norm: |x, weight, eps, out| unsafe { rms_norm(x, weight, eps, out) },
-            gated_norm: |x, weight, eps, z| unsafe { gated_norm(x, weight, eps, z) },
-            l2_norm: |x, eps, factor| unsafe { l2_norm(x, eps, factor) },
+            gated_norm: |x, weight, eps, z, out| unsafe { gated_norm(x, weight, eps, z, out) },
             swiglu: |x, up| unsafe { swiglu(x, up) },
             gate: |x, scale, z| unsafe { gate(x, scale, z) },
-            convolve: |rows, weights, out| unsafe { convolve(rows, weights, out) },
+            convolve,
+            gates: |beta, alpha, head| unsafe { gates(beta, alpha, head) },
             add_scaled: |a, x, y| unsafe { add_scaled(a, x, y) },
             exp: |x| unsafe { exp(x) },
             softmax_block: |scores, scale, largest| unsafe { softmax_block(scores, scale, largest) },
-            delta_step: |state, qkv, factors, d, out| unsafe { delta_step(state, qkv, factors, d, out) },
+            state_columns: delta::VECTORS * <$simd as simd::Simd>::LANES,
+            delta_cell: |cell, room, values, state, snapshots| unsafe {
+                delta_cell(cell, room, values, state, snapshots)
+            },
+            delta_step,
         }
     }};
 }
@@ -307,6 +343,7 @@ static VNNI: Kernels = Kernels {
     fill: |ty, rows, columns, panel| unsafe { vnni_fill::fill(ty, rows, columns, panel) },
     prefetch: vnni::prefetch,
     int_product: vnni::product,
+    gemv: |ty| blocks::knows(ty).then_some(vnni_gemv::gemv as Gemv),
     ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 };
 
@@ -321,7 +358,10 @@ fn table(variant: Variant) -> Option<&'static Kernels> {
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl");
-    let vnni = avx512 && is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi");
+    let vnni = avx512
+        && is_x86_feature_detected!("avx512vnni")
+        && is_x86_feature_detected!("avx512vbmi")
+        && is_x86_feature_detected!("gfni");
     match variant {
         Variant::Vnni => vnni.then_some(&VNNI),
         Variant::Avx2Vnni => (avx2 && is_x86_feature_detected!("avxvnni")).then_some(&AVX2_VNNI),

@@ -5,6 +5,7 @@
 //!
 //! - `gemm`: products with weights in file form, a panel decoded once for all rows of its group;
 //! - `kernels`: vector code, written once, compiled for each [`Variant`], chosen at start;
+//! - `calibrate`: what the machine could do at most;
 //! - `team`, `pool`: threads, and how work is cut between them.
 //!
 //! A row's numbers depend on that row and the weights alone: not on the rows computed with it, the number of
@@ -12,6 +13,7 @@
 
 mod attention;
 mod backend;
+mod calibrate;
 mod delta;
 mod embed;
 mod error;
@@ -32,6 +34,7 @@ use model::{Capabilities, Limits, Mixer, Model, ResidentWeights};
 
 pub use error::Error;
 pub use kernels::Variant;
+pub use topology::physical_cores;
 
 use kernels::Kernels;
 use moe::Inner;
@@ -92,7 +95,7 @@ impl Cpu {
         let weights = weights.into();
         let kernels = Kernels::choose(wanted_variant(&options)?)?;
         let exact = options.exact || !kernels.variant.prefers_integers();
-        let count = options.threads.unwrap_or_else(topology::physical_cores);
+        let count = options.threads.unwrap_or_else(physical_cores);
         if count == 0 || count > MOST_THREADS {
             return Err(Error::ThreadCount { found: count, most: MOST_THREADS });
         }

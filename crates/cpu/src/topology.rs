@@ -5,7 +5,7 @@ use std::thread;
 
 /// Physical cores available to this process: those of its affinity mask, but no more than the control
 /// group's quota allows.
-pub(crate) fn physical_cores() -> usize {
+pub fn physical_cores() -> usize {
     // The standard library counts the affinity mask and the quota.
     let available = thread::available_parallelism().map_or(1, |n| n.get());
     let cores: BTreeSet<String> = allowed_cpus().iter().map(|&cpu| siblings(cpu)).collect();

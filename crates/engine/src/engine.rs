@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use model::{Backend, ExpertSource, Model, Pass, SequenceId};
+use model::state::PAGE;
+use model::{Backend, Driver, ExpertSource, Model, Pass, Quiet, SequenceId};
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
@@ -31,6 +32,8 @@ impl Default for Options {
 pub struct Session {
     pub(crate) sequence: SequenceId,
     pub(crate) tokens: Vec<u32>,
+    /// Names of its KV pages: sessions that share a page have it under one name, and no two pages have the same.
+    pub(crate) pages: Vec<u64>,
 }
 
 impl Session {
@@ -56,6 +59,8 @@ pub struct Engine {
     pub(crate) backend: Box<dyn Backend>,
     pub(crate) experts: Box<dyn ExpertSource + Send>,
     pub(crate) options: Options,
+    /// Names given to KV pages so far.
+    pages: u64,
 }
 
 impl Engine {
@@ -66,7 +71,7 @@ impl Engine {
         experts: Box<dyn ExpertSource + Send>,
         options: Options,
     ) -> Engine {
-        Engine { model, backend, experts, options }
+        Engine { model, backend, experts, options, pages: 0 }
     }
 
     /// The model.
@@ -86,7 +91,7 @@ impl Engine {
 
     /// A new, empty session.
     pub fn open(&mut self) -> Session {
-        Session { sequence: self.backend.create(), tokens: Vec::new() }
+        Session { sequence: self.backend.create(), tokens: Vec::new(), pages: Vec::new() }
     }
 
     /// A session that continues from where `session` is, sharing its state.
@@ -95,7 +100,7 @@ impl Engine {
     /// Those of the backend.
     pub fn fork(&mut self, session: &Session) -> Result<Session> {
         let sequence = self.backend.fork(session.sequence)?;
-        Ok(Session { sequence, tokens: session.tokens.clone() })
+        Ok(Session { sequence, tokens: session.tokens.clone(), pages: session.pages.clone() })
     }
 
     /// Ends a session and frees its state.
@@ -127,6 +132,50 @@ impl Engine {
     pub fn step(&mut self, session: &mut Session, token: u32, cancel: &Cancel) -> Result<Vec<f32>> {
         let mut request = Request { cancel: cancel.clone(), ..Request::default() };
         Ok(self.ingest(session, &[token], &mut request)?.logits)
+    }
+
+    /// Appends one token to each of several sessions in one pass, and returns the logits behind each.
+    ///
+    /// # Errors
+    /// [`Error::ContextOverflow`], [`Error::NonFinite`], those of the backend. No session has changed then.
+    pub fn step_all(&mut self, steps: &mut [(&mut Session, u32)]) -> Result<Vec<Vec<f32>>> {
+        let mut pass = Pass::new();
+        for (session, token) in steps.iter() {
+            self.check_room(session, 1)?;
+            let rows = pass.push(session.sequence, session.len(), &[*token]);
+            pass.logits.extend(rows);
+        }
+        let mut driver = Driver::begin(&mut *self.backend, &self.model.spec, &pass)?;
+        let computed = (driver.finish(&mut *self.backend, &mut *self.experts, &mut Quiet))
+            .and_then(|()| self.backend.logits(driver.pass()));
+        let logits = match computed {
+            Ok(logits) => logits,
+            Err(error) => {
+                self.backend.abort(driver.pass());
+                return Err(error.into());
+            }
+        };
+        let bad = (0..logits.rows).find(|&row| !logits.row(row).iter().all(|x| x.is_finite()));
+        if let Some(row) = bad {
+            self.backend.abort(driver.pass());
+            return Err(Error::NonFinite { position: steps[row].0.len() });
+        }
+        self.backend.commit(driver.pass())?;
+        for (session, token) in steps.iter_mut() {
+            self.extend(session, &[*token]);
+        }
+        Ok((0..logits.rows).map(|row| logits.row(row).to_vec()).collect())
+    }
+
+    /// Notes that the backend has appended `tokens` to `session`.
+    pub(crate) fn extend(&mut self, session: &mut Session, tokens: &[u32]) {
+        // A page that was partly filled may have been copied: it counts as a new one.
+        session.pages.truncate(session.len() / PAGE);
+        session.tokens.extend_from_slice(tokens);
+        while session.pages.len() < session.len().div_ceil(PAGE) {
+            session.pages.push(self.pages);
+            self.pages += 1;
+        }
     }
 
     /// Checks that `more` tokens fit behind those of `session`.

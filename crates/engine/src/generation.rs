@@ -18,6 +18,8 @@ pub struct GenerationOptions {
     pub stop: Vec<String>,
     /// Goes on past the model's own end of the answer.
     pub ignore_eos: bool,
+    /// Wants the probability of each token, and those of this many of the most likely ones.
+    pub logprobs: Option<usize>,
 }
 
 impl Default for GenerationOptions {
@@ -27,6 +29,7 @@ impl Default for GenerationOptions {
             max_tokens: 512,
             stop: Vec::new(),
             ignore_eos: false,
+            logprobs: None,
         }
     }
 }
@@ -45,14 +48,43 @@ pub enum Finish {
 }
 
 /// One step of an answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Token {
     /// The token chosen.
     pub id: u32,
     /// Text that is now certain: complete characters that are no part of a stop text.
     pub text: String,
+    /// Probabilities at this place, if they were asked for.
+    pub logprobs: Option<Logprobs>,
     /// Set with the last token.
     pub finish: Option<Finish>,
+}
+
+/// Natural logarithms of the model's probabilities at one place, before penalties, filters and temperature.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Logprobs {
+    /// Of the token chosen.
+    pub chosen: f32,
+    /// The most likely tokens, by falling probability.
+    pub top: Vec<(u32, f32)>,
+}
+
+impl Logprobs {
+    /// Those of `logits`, with the `count` most likely tokens.
+    pub fn new(logits: &[f32], chosen: u32, count: usize) -> Logprobs {
+        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = logits.iter().map(|&logit| f64::from(logit - most).exp()).sum();
+        let log = |id: u32| (f64::from(logits[id as usize] - most) - sum.ln()) as f32;
+        let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
+        let order = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+        let count = count.min(ids.len());
+        if count < ids.len() {
+            ids.select_nth_unstable_by(count, order);
+            ids.truncate(count);
+        }
+        ids.sort_unstable_by(order);
+        Logprobs { chosen: log(chosen), top: ids.into_iter().map(|id| (id, log(id))).collect() }
+    }
 }
 
 /// An answer being written.
@@ -63,6 +95,7 @@ pub struct Generation {
     stop_tokens: Vec<u32>,
     logits: Vec<f32>,
     left: usize,
+    logprobs: Option<usize>,
     finish: Option<Finish>,
 }
 
@@ -80,6 +113,7 @@ impl Generation {
             stop_tokens,
             logits,
             left: options.max_tokens,
+            logprobs: options.logprobs,
             finish: (options.max_tokens == 0).then_some(Finish::Length),
         })
     }
@@ -97,30 +131,46 @@ impl Generation {
         tokenizer: &Tokenizer,
         cancel: &Cancel,
     ) -> Result<Option<Token>> {
-        if self.finish.is_some() {
-            return Ok(None);
-        }
-        if cancel.is_cancelled() {
+        if cancel.is_cancelled() && self.finish.is_none() {
             return Err(Error::Cancelled { read: 0, total: 1 });
         }
+        let has_room = engine.check_room(session, 1).is_ok();
+        let Some(token) = self.choose(tokenizer, has_room) else { return Ok(None) };
+        if token.finish.is_none() {
+            // The token has been chosen and shown: reading it is one step, not worth interrupting.
+            self.resume(engine.step(session, token.id, &Cancel::new())?);
+        }
+        Ok(Some(token))
+    }
+
+    /// Chooses the next token; `None` when the answer has ended. Unless it ends with this one, somebody has to read
+    /// it and hand the logits to [`Generation::resume`]; `has_room` says whether the context has room for it.
+    pub fn choose(&mut self, tokenizer: &Tokenizer, has_room: bool) -> Option<Token> {
+        if self.finish.is_some() {
+            return None;
+        }
         let id = self.sampler.choose(&self.logits);
+        let logprobs = self.logprobs.map(|top| Logprobs::new(&self.logits, id, top));
         self.left -= 1;
         if self.stop_tokens.contains(&id) {
-            return Ok(Some(self.end(id, String::new(), Finish::Stop)));
+            return Some(Token { logprobs, ..self.end(id, String::new(), Finish::Stop) });
         }
         let text = self.stop.push(&self.decoder.push(tokenizer, id));
         let ended = match self.stop.matched() {
             Some(index) => Some(Finish::StopText(index)),
             None if self.left == 0 => Some(Finish::Length),
-            None if engine.check_room(session, 1).is_err() => Some(Finish::Context),
+            None if !has_room => Some(Finish::Context),
             None => None,
         };
-        if let Some(finish) = ended {
-            return Ok(Some(self.end(id, text, finish)));
-        }
-        // The token has been chosen and shown: reading it is one step, not worth interrupting.
-        self.logits = engine.step(session, id, &Cancel::new())?;
-        Ok(Some(Token { id, text, finish: None }))
+        Some(match ended {
+            Some(finish) => Token { logprobs, ..self.end(id, text, finish) },
+            None => Token { id, text, logprobs, finish: None },
+        })
+    }
+
+    /// Goes on with the logits behind the token chosen last.
+    pub fn resume(&mut self, logits: Vec<f32>) {
+        self.logits = logits;
     }
 
     /// Text held back when an answer is given up; nothing after [`Generation::next`] set a finish.
@@ -134,6 +184,6 @@ impl Generation {
         if !matches!(finish, Finish::StopText(_)) {
             text += &self.rest();
         }
-        Token { id, text, finish: Some(finish) }
+        Token { id, text, logprobs: None, finish: Some(finish) }
     }
 }

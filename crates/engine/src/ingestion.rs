@@ -3,7 +3,8 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use model::{Driver, Observer, Quiet};
+use model::state::PAGE;
+use model::{Driver, Observer, Quiet, SequenceId, SnapshotRequest};
 
 use crate::cancel::Cancel;
 use crate::chunks::chunks;
@@ -29,6 +30,9 @@ pub type OnLogits<'a> = dyn FnMut(usize, &[f32]) + 'a;
 /// Hears how far reading is, in tokens (a fraction of the current chunk counts): done, total.
 pub type OnProgress<'a> = dyn FnMut(f64, usize) + 'a;
 
+/// Takes a session as it was in the middle of a prompt. It is the listener's to close.
+pub type OnCheckpoint<'a> = dyn FnMut(Session) + 'a;
+
 /// What is wanted of an ingestion, and who listens.
 #[derive(Default)]
 pub struct Request<'a> {
@@ -40,6 +44,10 @@ pub struct Request<'a> {
     pub on_progress: Option<&'a mut OnProgress<'a>>,
     /// Watches every stage.
     pub observer: Option<&'a mut dyn Observer>,
+    /// Where checkpoints are wanted: after so many tokens of the request, ascending.
+    pub checkpoints: Vec<usize>,
+    /// Takes them as soon as their chunk is complete; without a listener none are made.
+    pub on_checkpoint: Option<&'a mut OnCheckpoint<'a>>,
     /// Stops the work at its next step.
     pub cancel: Cancel,
 }
@@ -53,13 +61,30 @@ pub struct Ingested {
     pub chunks: usize,
 }
 
+/// A chunk in flight.
+#[derive(Debug)]
+struct Chunk {
+    driver: Driver,
+    /// Tokens of the request.
+    tokens: Range<usize>,
+    /// Checkpoints it makes: tokens of the request before each, and the state they become.
+    checkpoints: Vec<(usize, SequenceId)>,
+}
+
+impl Chunk {
+    fn abort(self, engine: &mut Engine) {
+        engine.backend.abort(self.driver.pass());
+        self.checkpoints.iter().for_each(|&(_, into)| engine.backend.free(into));
+    }
+}
+
 /// A prompt being read. [`Ingestion::advance`] does one stage of one block, or one wave of experts, so
 /// that whoever drives it can look after others in between.
 #[derive(Debug)]
 pub struct Ingestion {
     tokens: Vec<u32>,
     chunks: VecDeque<Range<usize>>,
-    open: Option<(Driver, Range<usize>)>,
+    open: Option<Chunk>,
     read: usize,
     result: Ingested,
 }
@@ -101,10 +126,10 @@ impl Ingestion {
             self.give_up(engine);
             return Err(Error::Cancelled { read: self.read, total: self.tokens.len() });
         }
-        let (mut driver, chunk) = match self.open.take() {
+        let mut chunk = match self.open.take() {
             Some(open) => open,
             None => match self.chunks.pop_front() {
-                Some(chunk) => (self.begin(engine, session, &chunk, request)?, chunk),
+                Some(tokens) => self.begin(engine, session, tokens, request)?,
                 None => return Ok(true),
             },
         };
@@ -113,21 +138,21 @@ impl Ingestion {
             Some(observer) => *observer,
             None => &mut quiet,
         };
-        let progress = match driver.advance(&mut *engine.backend, &mut *engine.experts, observer) {
+        let progress = match chunk.driver.advance(&mut *engine.backend, &mut *engine.experts, observer) {
             Ok(progress) => progress,
             Err(error) => {
-                engine.backend.abort(driver.pass());
+                chunk.abort(engine);
                 return Err(error.into());
             }
         };
         let share = progress.done as f64 / progress.total.max(1) as f64;
         if let Some(hear) = &mut request.on_progress {
-            hear(self.read as f64 + share * chunk.len() as f64, self.tokens.len());
+            hear(self.read as f64 + share * chunk.tokens.len() as f64, self.tokens.len());
         }
         if progress.is_done() {
-            self.complete(engine, session, &driver, &chunk, request)?;
+            self.complete(engine, session, chunk, request)?;
         } else {
-            self.open = Some((driver, chunk));
+            self.open = Some(chunk);
         }
         Ok(self.open.is_none() && self.chunks.is_empty())
     }
@@ -137,10 +162,15 @@ impl Ingestion {
         self.result
     }
 
+    /// The logits of the last token, once; call when [`Ingestion::advance`] said true.
+    pub(crate) fn take_logits(&mut self) -> Vec<f32> {
+        std::mem::take(&mut self.result.logits)
+    }
+
     /// Gives up the chunk in flight; the session stays as the chunks before it left it.
     pub fn give_up(&mut self, engine: &mut Engine) {
-        if let Some((driver, _)) = self.open.take() {
-            engine.backend.abort(driver.pass());
+        if let Some(chunk) = self.open.take() {
+            chunk.abort(engine);
         }
         self.chunks.clear();
     }
@@ -149,13 +179,25 @@ impl Ingestion {
         &self,
         engine: &mut Engine,
         session: &Session,
-        chunk: &Range<usize>,
+        tokens: Range<usize>,
         request: &Request,
-    ) -> Result<Driver> {
-        let mut pass = Engine::pass(session, &self.tokens[chunk.clone()]);
-        let wanted = self.wanted(chunk, request);
-        pass.logits = wanted.map(|token| token - chunk.start).collect();
-        Ok(Driver::begin(&mut *engine.backend, &engine.model.spec, &pass)?)
+    ) -> Result<Chunk> {
+        let mut pass = Engine::pass(session, &self.tokens[tokens.clone()]);
+        pass.logits = self.wanted(&tokens, request).map(|token| token - tokens.start).collect();
+        let heard = request.on_checkpoint.is_some();
+        let inside = |&&at: &&usize| heard && at > tokens.start && at <= tokens.end;
+        let checkpoints: Vec<(usize, SequenceId)> =
+            (request.checkpoints.iter().filter(inside)).map(|&at| (at, engine.backend.create())).collect();
+        pass.snapshots = (checkpoints.iter())
+            .map(|&(at, into)| SnapshotRequest { row: at - 1 - tokens.start, into })
+            .collect();
+        match Driver::begin(&mut *engine.backend, &engine.model.spec, &pass) {
+            Ok(driver) => Ok(Chunk { driver, tokens, checkpoints }),
+            Err(error) => {
+                checkpoints.iter().for_each(|&(_, into)| engine.backend.free(into));
+                Err(error.into())
+            }
+        }
     }
 
     /// Tokens of `chunk` whose logits are wanted.
@@ -173,18 +215,28 @@ impl Ingestion {
         &mut self,
         engine: &mut Engine,
         session: &mut Session,
-        driver: &Driver,
-        chunk: &Range<usize>,
+        chunk: Chunk,
         request: &mut Request,
     ) -> Result<()> {
-        if let Err(error) = self.collect(engine, session, driver, chunk, request) {
-            engine.backend.abort(driver.pass());
+        if let Err(error) = self.collect(engine, session, &chunk, request) {
+            chunk.abort(engine);
             return Err(error);
         }
-        engine.backend.commit(driver.pass())?;
-        session.tokens.extend_from_slice(&self.tokens[chunk.clone()]);
-        self.read = chunk.end;
+        engine.backend.commit(chunk.driver.pass())?;
+        let start = session.len();
+        engine.extend(session, &self.tokens[chunk.tokens.clone()]);
+        self.read = chunk.tokens.end;
         self.result.chunks += 1;
+        for (at, sequence) in chunk.checkpoints {
+            let len = start + at - chunk.tokens.start;
+            let tokens = session.tokens[..len].to_vec();
+            let checkpoint =
+                Session { sequence, tokens, pages: session.pages[..len.div_ceil(PAGE)].to_vec() };
+            match &mut request.on_checkpoint {
+                Some(take) => take(checkpoint),
+                None => engine.close(checkpoint),
+            }
+        }
         Ok(())
     }
 
@@ -193,19 +245,18 @@ impl Ingestion {
         &mut self,
         engine: &mut Engine,
         session: &Session,
-        driver: &Driver,
-        chunk: &Range<usize>,
+        chunk: &Chunk,
         request: &mut Request,
     ) -> Result<()> {
-        let wanted = self.wanted(chunk, request);
+        let wanted = self.wanted(&chunk.tokens, request);
         if wanted.is_empty() {
             return Ok(engine.backend.sync()?);
         }
-        let logits = engine.backend.logits(driver.pass())?;
+        let logits = engine.backend.logits(chunk.driver.pass())?;
         for (row, token) in wanted.enumerate() {
             let logits = logits.row(row);
             if !logits.iter().all(|x| x.is_finite()) {
-                let position = session.len() + token - chunk.start;
+                let position = session.len() + token - chunk.tokens.start;
                 return Err(Error::NonFinite { position });
             }
             if let Some(hear) = &mut request.on_logits {

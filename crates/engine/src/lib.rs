@@ -3,7 +3,10 @@
 //! - [`Engine`] owns a backend and its expert source and runs passes on them;
 //! - [`Session`] is a conversation's tokens and the state behind them;
 //! - [`Ingestion`] reads a prompt in chunks and can stop between any two stages;
+//! - [`Sessions`] finds the deepest checkpoint for a prompt, and keeps them within a budget;
+//! - [`Scheduler`] runs several requests on one engine, without one starving another;
 //! - [`Generation`] turns logits into text, one token at a time;
+//! - [`Profile`] says where the time went, stage by stage, and what the work would cost at least;
 //! - [`perplexity()`], [`parity`] and [`compare`] say how good and how alike results are.
 
 mod cancel;
@@ -16,13 +19,20 @@ mod ingestion;
 pub mod npy;
 pub mod parity;
 mod perplexity;
+mod prefix;
+mod profile;
 mod sampler;
+mod scheduler;
+mod sessions;
 
 pub use cancel::Cancel;
 pub use chunks::chunks;
 pub use engine::{Engine, Options, Session};
 pub use error::{Error, Result};
-pub use generation::{Finish, Generation, GenerationOptions, Token};
-pub use ingestion::{Ingested, Ingestion, LogitRows, OnLogits, OnProgress, Request};
+pub use generation::{Finish, Generation, GenerationOptions, Logprobs, Token};
+pub use ingestion::{Ingested, Ingestion, LogitRows, OnCheckpoint, OnLogits, OnProgress, Request};
 pub use perplexity::{Perplexity, Visit, perplexity};
+pub use profile::{Profile, StageProfile};
 pub use sampler::{Sampler, Sampling};
+pub use scheduler::{Event, Job, Phase, QueueFull, Report, Scheduler, SchedulerOptions, SchedulerStats};
+pub use sessions::{Miss, Reuse, SessionOptions, SessionStats, Sessions};

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::cost::Peaks;
 use crate::error::Result;
 use crate::pass::Pass;
 use crate::stage::{Intermediate, Stage};
@@ -107,6 +108,17 @@ impl Matrix {
 pub trait Backend: Send {
     /// What it is and what it wants.
     fn capabilities(&self) -> &Capabilities;
+
+    /// Whether calls return before their work is done, so that watching a stage means waiting for it.
+    fn enqueues(&self) -> bool {
+        false
+    }
+
+    /// What the machine could do at most, measured now, in well under two seconds: with one worker first, with all
+    /// of them last. Nothing from backends that are not built for speed.
+    fn peaks(&mut self) -> Vec<Peaks> {
+        Vec::new()
+    }
 
     /// A new, empty sequence.
     fn create(&mut self) -> SequenceId;

@@ -7,10 +7,12 @@
 //! - [`Model`]: a file whose tensors have been found, checked and given typed names ([`Weights`]);
 //! - [`Pass`]: one call of the model, for one or many sequences and one or thousands of rows;
 //! - [`Backend`]: the stages over a pass, with opaque buffers;
+//! - [`Cost`], [`Peaks`]: what a stage costs at least, what a machine can do at most;
 //! - [`Driver`]: the loop over stages, one resumable step at a time;
 //! - [`state`]: reference-counted KV pages and recurrent states.
 
 mod backend;
+mod cost;
 mod driver;
 mod error;
 mod model;
@@ -22,6 +24,7 @@ mod vocabulary;
 mod weights;
 
 pub use backend::{Backend, Capabilities, Limits, Matrix, PassId, PlacedExpert, Slot, Wave};
+pub use cost::{Bound, Cost, Peak, Peaks, Work};
 pub use driver::{Driver, ExpertSource, MappedExperts, Observer, Progress, Quiet};
 pub use error::{Error, Result};
 pub use model::{Model, ResidentWeights};

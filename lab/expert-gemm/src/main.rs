@@ -5,20 +5,52 @@
 //! to integers through tables), `register` (decode once to integers in registers; what the backend ships). The
 //! integer kernels are those of `crates/cpu`.
 
-#[path = "../../../crates/cpu/src/kernels/int8.rs"]
-#[allow(dead_code)] // the portable kernels
-mod int8;
-#[path = "../../../crates/cpu/src/kernels/unpack.rs"]
-mod unpack;
-#[path = "../../../crates/cpu/src/kernels/vnni.rs"]
-#[allow(dead_code)]
-mod vnni;
-#[path = "../../../crates/cpu/src/kernels/vnni_fill.rs"]
-mod vnni_fill;
+#[path = "../../../crates/cpu/src/kernels"]
+#[allow(dead_code)] // what the backend alone uses
+mod kernels {
+    pub(crate) mod blocks;
+    pub(crate) mod int8;
+    mod lanes;
+    pub(crate) mod unpack;
+    mod vnni;
+    mod vnni_fill;
+
+    use int8::{COLUMNS, Form, Group, Panel};
+    use quant::Type;
+
+    pub(crate) fn round(x: &[f32], out: &mut [int8::Group]) {
+        int8::round(x, out);
+    }
+
+    pub(crate) fn fill(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
+        // SAFETY: features checked in `main`.
+        unsafe { vnni_fill::fill(ty, rows, COLUMNS, panel) }
+    }
+
+    pub(crate) fn fill_by_tables(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
+        // SAFETY: features checked in `main`.
+        unsafe { vnni_fill::fill_by_tables(ty, rows, COLUMNS, panel) }
+    }
+
+    /// As [`vnni::product`].
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn product(
+        x: &[*const Group],
+        pairs: &[(&Panel, *mut f32)],
+        shape: (usize, Form),
+        add: bool,
+    ) {
+        // SAFETY: features checked in `main`, the rest by the caller.
+        unsafe { vnni::product(x, pairs, shape, add) }
+    }
+}
 
 use std::arch::x86_64::*;
 
-use int8::{COLUMNS, GROUP, Group, PANEL, Panel};
+use kernels::int8::{COLUMNS, GROUP, Group, PANEL, Panel};
+use kernels::unpack;
 use quant::Type;
 
 const K: usize = 2048;
@@ -110,13 +142,11 @@ enum Part {
 type Fill = fn(&[&[u8]], &mut Panel);
 
 fn table(rows: &[&[u8]], panel: &mut Panel) {
-    // SAFETY: checked in `main`.
-    unsafe { vnni_fill::fill_by_tables(Type::IQ2_XXS, rows, COLUMNS, panel) }
+    kernels::fill_by_tables(Type::IQ2_XXS, rows, panel);
 }
 
 fn register(rows: &[&[u8]], panel: &mut Panel) {
-    // SAFETY: checked in `main`.
-    unsafe { vnni_fill::fill(Type::IQ2_XXS, rows, COLUMNS, panel) }
+    kernels::fill(Type::IQ2_XXS, rows, panel);
 }
 
 /// Asks for the three lines of a row's blocks.
@@ -153,7 +183,7 @@ fn integers(fill: Fill, part: Part, both: [&[u8]; 2], x: &[Group], panels: &mut 
                 // SAFETY: lengths as the kernel wants them; features checked in `main`.
                 unsafe {
                     let pair = [(&panels[0], a), (&panels[1], b)];
-                    vnni::product(&starts, &pair, (per_block, form), block > 0);
+                    kernels::product(&starts, &pair, (per_block, form), block > 0);
                 }
             }
         }
@@ -224,9 +254,7 @@ fn main() {
         let row_bytes = COLUMNS / ty.block_len() * ty.block_bytes();
         let bytes: Vec<u8> = (0..PANEL * row_bytes).map(|_| random.next() as u8).collect();
         let rows: [&[u8]; PANEL] = std::array::from_fn(|r| &bytes[r * row_bytes..][..row_bytes]);
-        // SAFETY: features checked above.
-        let seconds =
-            median(|| (0..2000).for_each(|_| unsafe { vnni_fill::fill(ty, &rows, COLUMNS, &mut panels[0]) }));
+        let seconds = median(|| (0..2000).for_each(|_| kernels::fill(ty, &rows, &mut panels[0])));
         let per_256 = seconds / 2000.0 / (PANEL * COLUMNS / 256) as f64 * 1e9;
         println!("decode from the first cache {:8} {per_256:7.2} ns per 256 weights", ty.name());
     }
@@ -234,7 +262,7 @@ fn main() {
         let numbers: Vec<f32> =
             (0..tokens * K).map(|_| random.next() as u32 as f32 / u32::MAX as f32 * 2.0 - 1.0).collect();
         let mut codes = vec![Group::ZERO; tokens * K / GROUP];
-        int8::round(&numbers, &mut codes);
+        kernels::round(&numbers, &mut codes);
         let inputs = Inputs { numbers, codes };
         let mut out = vec![0.0; 2 * N * tokens];
         let macs = (EXPERTS * 2 * N * K * tokens) as f64;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::kernels::{COLUMNS, GROUP, Group, Kernels, PANEL, Panel, form, is_integer};
+use crate::kernels::{COLUMNS, GEMV_ROWS, GROUP, Group, Kernels, PANEL, Panel, form, is_integer};
 use crate::memory::{Out, Rows, reserve};
 use crate::team::{Scratch, Team};
 
@@ -85,6 +85,9 @@ pub(super) fn panels<const P: usize>(
     x: Rows<Group>,
     mut emit: impl FnMut(Range<usize>, [&mut [f32]; P]),
 ) {
+    if x.count() <= GEMV_ROWS && weights.iter().all(|weights| (kernels.gemv)(weights.ty).is_some()) {
+        return few(kernels, scratch, weights, x, emit);
+    }
     let ahead = distance(&weights);
     let per_row = weights[0].cols / GROUP;
     let blocks = per_row.div_ceil(GROUPS);
@@ -131,6 +134,37 @@ pub(super) fn panels<const P: usize>(
             std::array::from_fn(|_| &mut tiles.next().expect("reserved")[..rows.len() * PANEL]),
         );
     }
+}
+
+/// As [`panels`], for few rows: weights are multiplied as they are decoded.
+fn few<const P: usize>(
+    kernels: &Kernels,
+    scratch: &mut Scratch,
+    weights: [Weights; P],
+    x: Rows<Group>,
+    emit: impl FnOnce(Range<usize>, [&mut [f32]; P]),
+) {
+    let (ahead, per_row, count) = (distance(&weights), weights[0].cols / GROUP, x.count());
+    let mut starts = [std::ptr::null(); GEMV_ROWS];
+    for (row, start) in starts.iter_mut().enumerate().take(count) {
+        *start = x.row(row, per_row).as_ptr();
+    }
+    scratch.tile.reserve(P * GEMV_ROWS * PANEL);
+    let mut tiles = scratch.tile.chunks_exact_mut(GEMV_ROWS * PANEL);
+    let tiles = std::array::from_fn(|p| {
+        let (weights, tile) = (&weights[p], &mut tiles.next().expect("reserved")[..count * PANEL]);
+        let mut rows: [&[u8]; PANEL] = [&[]; PANEL];
+        for (row, bytes) in rows.iter_mut().enumerate().take(weights.rows) {
+            *bytes = weights.blocks(row, &(0..weights.cols));
+        }
+        if let Some(gemv) = (kernels.gemv)(weights.ty).filter(|_| weights.rows > 0 && count > 0) {
+            let next = weights.bytes.as_ptr().wrapping_add(ahead);
+            // SAFETY: each start points to a row as long as the weights'.
+            unsafe { gemv(weights.ty, &rows[..weights.rows], &starts[..count], tile, next) };
+        }
+        tile
+    });
+    emit(0..count, tiles);
 }
 
 /// Bytes from a panel to the one that will probably take its place: both halves of a pair may come from the

@@ -52,6 +52,66 @@ impl Simd for Neon {
         unsafe { vst1q_f32(out.as_mut_ptr(), vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d))) };
         out
     }
+
+    #[inline(always)]
+    fn add(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        // SAFETY: every processor of the target has NEON.
+        unsafe { vaddq_f32(a, b) }
+    }
+
+    #[inline(always)]
+    fn mul(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        // SAFETY: every processor of the target has NEON.
+        unsafe { vmulq_f32(a, b) }
+    }
+
+    #[inline(always)]
+    fn div(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        // SAFETY: every processor of the target has NEON.
+        unsafe { vdivq_f32(a, b) }
+    }
+
+    #[inline(always)]
+    fn inverse(x: float32x4_t) -> float32x4_t {
+        Neon::div(Neon::splat(1.0), x)
+    }
+
+    #[inline(always)]
+    fn max(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        // Not the instruction called so, which keeps what is no number.
+        // SAFETY: every processor of the target has NEON.
+        unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) }
+    }
+
+    #[inline(always)]
+    fn min(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        // SAFETY: every processor of the target has NEON.
+        unsafe { vbslq_f32(vcltq_f32(a, b), a, b) }
+    }
+
+    #[inline(always)]
+    fn power(shifted: float32x4_t) -> float32x4_t {
+        // SAFETY: every processor of the target has NEON.
+        unsafe {
+            let bits = vshlq_n_u32::<23>(vreinterpretq_u32_f32(shifted));
+            vreinterpretq_f32_u32(vaddq_u32(bits, vdupq_n_u32(127 << 23)))
+        }
+    }
+
+    #[inline(always)]
+    fn unless_below(x: float32x4_t, limit: f32, v: float32x4_t) -> float32x4_t {
+        // SAFETY: every processor of the target has NEON.
+        unsafe {
+            let below = vcltq_f32(x, vdupq_n_f32(limit));
+            vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(v), below))
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(from: *const f32) {
+        // SAFETY: a hint, harmless for any address.
+        unsafe { asm!("prfm pldl1keep, [{}]", in(reg) from, options(nostack, readonly, preserves_flags)) };
+    }
 }
 
 /// Asks for a cache line.

@@ -5,18 +5,21 @@
 
 use super::simd::Simd;
 
+/// Below it e^x is taken for 0.
+const LOW: f32 = -87.3;
+/// The largest exponent.
+const HIGH: f32 = 88.0;
+/// 1.5 · 2^23: adding it rounds to an integer, which then lies in the low bits.
+const ROUND: f32 = 12_582_912.0;
+/// ln 2 in two parts, the first with few enough bits that n · LN2_HIGH is exact.
+const LN2_HIGH: f32 = 0.693_359_4;
+const LN2_LOW: f32 = -2.121_944_4e-4;
+
 /// e^x within 2 units in the last place, 0 below the normal numbers, the largest power above them.
 ///
 /// Without branches, so that loops over it vectorise; the same operations whatever the loop.
 #[inline(always)]
 pub(super) fn exp<S: Simd>(x: f32) -> f32 {
-    const LOW: f32 = -87.3;
-    const HIGH: f32 = 88.0;
-    /// 1.5 · 2^23: adding it rounds to an integer, which then lies in the low bits.
-    const ROUND: f32 = 12_582_912.0;
-    // ln 2 in two parts, the first with few enough bits that n · LN2_HIGH is exact.
-    const LN2_HIGH: f32 = 0.693_359_4;
-    const LN2_LOW: f32 = -2.121_944_4e-4;
     // Comparisons instead of min and max: they let NaN through.
     let clamped = if x > HIGH { HIGH } else { x };
     let clamped = if clamped < LOW { LOW } else { clamped };
@@ -34,6 +37,47 @@ pub(super) fn exp<S: Simd>(x: f32) -> f32 {
     let p = S::fma1(p, r, 1.0);
     let scale = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
     if x < LOW { 0.0 } else { p * scale }
+}
+
+/// As [`exp`], of the lanes of a vector, to the same bits.
+#[inline(always)]
+pub(super) fn exps<S: Simd>(x: S::V) -> S::V {
+    let round = S::splat(ROUND);
+    let clamped = S::max(S::splat(LOW), S::min(S::splat(HIGH), x));
+    let shifted = S::fma(clamped, S::splat(std::f32::consts::LOG2_E), round);
+    let n = S::add(shifted, S::splat(-ROUND));
+    let r = S::fma(n, S::splat(-LN2_HIGH), clamped);
+    let r = S::fma(n, S::splat(-LN2_LOW), r);
+    let p = S::fma(r, S::splat(1.0 / 5040.0), S::splat(1.0 / 720.0));
+    let p = S::fma(p, r, S::splat(1.0 / 120.0));
+    let p = S::fma(p, r, S::splat(1.0 / 24.0));
+    let p = S::fma(p, r, S::splat(1.0 / 6.0));
+    let p = S::fma(p, r, S::splat(0.5));
+    let p = S::fma(p, r, S::splat(1.0));
+    let p = S::fma(p, r, S::splat(1.0));
+    S::unless_below(x, LOW, S::mul(p, S::power(shifted)))
+}
+
+/// x / (1 + e^-x) of the lanes of a vector.
+#[inline(always)]
+pub(super) fn silus<S: Simd>(x: S::V) -> S::V {
+    let e = exps::<S>(S::mul(x, S::splat(-1.0)));
+    S::mul(x, S::inverse(S::add(e, S::splat(1.0))))
+}
+
+/// ln(1 + e^x) of the lanes of a vector.
+#[inline(always)]
+pub(super) fn softpluses<S: Simd>(x: S::V) -> S::V {
+    let zero = S::splat(0.0);
+    let positive = S::max(x, zero);
+    let e = exps::<S>(S::min(x, S::mul(x, S::splat(-1.0))));
+    // ln(1 + e) = 2 artanh(s) with s = e / (2 + e) ≤ 1/3; the term of s^17 would be below 1e-9.
+    let s = S::div(e, S::add(e, S::splat(2.0)));
+    let square = S::mul(s, s);
+    let terms = [1.0 / 13.0, 1.0 / 11.0, 1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0, 1.0];
+    let start = S::splat(1.0 / 15.0);
+    let sum = terms.into_iter().fold(start, |sum, term| S::fma(sum, square, S::splat(term)));
+    S::fma(S::add(s, s), sum, positive)
 }
 
 /// 1 / (1 + e^-x).
@@ -71,20 +115,25 @@ pub(super) fn rms_norm<S: Simd>(x: &[f32], weight: &[f32], eps: f32, out: &mut [
     }
 }
 
-/// The same in place, times SiLU(gate).
+/// The same, times SiLU(gate).
 #[inline(always)]
-pub(super) fn gated_norm<S: Simd>(x: &mut [f32], weight: &[f32], eps: f32, gate: &[f32]) {
-    let scale = 1.0 / (dot::<S>(x, x) / x.len() as f32 + eps).sqrt();
-    for ((x, &weight), &gate) in x.iter_mut().zip(weight).zip(gate) {
-        *x = *x * scale * weight * (gate * sigmoid::<S>(gate));
+pub(super) fn gated_norm<S: Simd>(x: &[f32], weight: &[f32], eps: f32, gate: &[f32], out: &mut [f32]) {
+    let len = x.len();
+    assert!(weight.len() == len && gate.len() == len && out.len() == len);
+    let scale = 1.0 / (dot::<S>(x, x) / len as f32 + eps).sqrt();
+    let whole = len / S::LANES * S::LANES;
+    for i in (0..whole).step_by(S::LANES) {
+        // SAFETY: LANES numbers at i lie inside all four.
+        unsafe {
+            let normed = S::mul(S::load(x.as_ptr().add(i)), S::splat(scale));
+            let weighted = S::mul(normed, S::load(weight.as_ptr().add(i)));
+            let silu = silus::<S>(S::load(gate.as_ptr().add(i)));
+            S::store(out.as_mut_ptr().add(i), S::mul(weighted, silu));
+        }
     }
-}
-
-/// x ← x / sqrt(Σ x² + eps) · factor.
-#[inline(always)]
-pub(super) fn l2_norm<S: Simd>(x: &mut [f32], eps: f32, factor: f32) {
-    let scale = factor / (dot::<S>(x, x) + eps).sqrt();
-    x.iter_mut().for_each(|x| *x *= scale);
+    for i in whole..len {
+        out[i] = x[i] * scale * weight[i] * (gate[i] * sigmoid::<S>(gate[i]));
+    }
 }
 
 /// gate ← SiLU(gate) · up.
@@ -101,17 +150,6 @@ pub(super) fn gate<S: Simd>(x: &mut [f32], scale: f32, gate: &[f32]) {
     for (x, &gate) in x.iter_mut().zip(gate) {
         *x = *x * scale * sigmoid::<S>(gate);
     }
-}
-
-/// out = SiLU(Σ_tap rows[tap] · weights[tap]).
-#[inline(always)]
-pub(super) fn convolve<S: Simd>(rows: &[&[f32]], weights: &[&[f32]], out: &mut [f32]) {
-    for (tap, (row, weight)) in rows.iter().zip(weights).enumerate() {
-        for ((out, &x), &w) in out.iter_mut().zip(*row).zip(*weight) {
-            *out = if tap == 0 { x * w } else { S::fma1(x, w, *out) };
-        }
-    }
-    out.iter_mut().for_each(|x| *x *= sigmoid::<S>(*x));
 }
 
 /// y ← y + a · x.
@@ -154,36 +192,6 @@ pub(super) fn softmax_block<S: Simd>(scores: &mut [f32], scale: f32, largest: f3
         *sum += *x;
     }
     (new, exp::<S>(largest - new), sums.into_iter().sum())
-}
-
-/// The delta rule for one row and head: S ← decay · S; d = beta (v − Sᵀk); S ← S + k dᵀ; out = Sᵀq.
-///
-/// `state` is [k.len()][v.len()]; `d` and `out` are as long as `v`.
-#[inline(always)]
-pub(super) fn delta_step<S: Simd>(
-    state: &mut [f32],
-    (q, k, v): (&[f32], &[f32], &[f32]),
-    (decay, beta): (f32, f32),
-    d: &mut [f32],
-    out: &mut [f32],
-) {
-    d.fill(0.0);
-    for (row, &k) in state.chunks_exact_mut(v.len()).zip(k) {
-        for (s, d) in row.iter_mut().zip(d.iter_mut()) {
-            *s *= decay;
-            *d = S::fma1(*s, k, *d);
-        }
-    }
-    for (d, &v) in d.iter_mut().zip(v) {
-        *d = beta * (v - *d);
-    }
-    out.fill(0.0);
-    for ((row, &k), &q) in state.chunks_exact_mut(v.len()).zip(k).zip(q) {
-        for ((s, &d), out) in row.iter_mut().zip(d.iter()).zip(out.iter_mut()) {
-            *s = S::fma1(k, d, *s);
-            *out = S::fma1(q, *s, *out);
-        }
-    }
 }
 
 #[cfg(test)]

@@ -36,6 +36,33 @@ pub(super) trait Simd {
 
     /// The sum of the lanes of each vector, all four in the same order.
     fn sums(v: [Self::V; 4]) -> [f32; 4];
+
+    /// a + b.
+    fn add(a: Self::V, b: Self::V) -> Self::V;
+
+    /// a · b.
+    fn mul(a: Self::V, b: Self::V) -> Self::V;
+
+    /// a / b.
+    fn div(a: Self::V, b: Self::V) -> Self::V;
+
+    /// About 1 / x, to 2 units in the last place; 0 where that is below the normal numbers, if it likes.
+    fn inverse(x: Self::V) -> Self::V;
+
+    /// The larger in each lane, `b` where one of them is no number.
+    fn max(a: Self::V, b: Self::V) -> Self::V;
+
+    /// The smaller in each lane, `b` where one of them is no number.
+    fn min(a: Self::V, b: Self::V) -> Self::V;
+
+    /// 2^n, given 1.5 · 2^23 + n for whole n from −126 to 127.
+    fn power(shifted: Self::V) -> Self::V;
+
+    /// `v`, but 0 where `x` is below `limit`.
+    fn unless_below(x: Self::V, limit: f32, v: Self::V) -> Self::V;
+
+    /// Asks for the cache line at `from`, which will be read soon; it need not be readable.
+    fn prefetch(from: *const f32);
 }
 
 /// Vectors as arrays, for every processor.
@@ -81,4 +108,47 @@ impl Simd for Portable {
     fn sums(v: [[f32; 4]; 4]) -> [f32; 4] {
         v.map(|v| (v[0] + v[2]) + (v[1] + v[3]))
     }
+
+    #[inline(always)]
+    fn add(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+
+    #[inline(always)]
+    fn mul(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| a[i] * b[i])
+    }
+
+    #[inline(always)]
+    fn div(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| a[i] / b[i])
+    }
+
+    #[inline(always)]
+    fn inverse(x: [f32; 4]) -> [f32; 4] {
+        x.map(|x| 1.0 / x)
+    }
+
+    #[inline(always)]
+    fn max(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn min(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn power(shifted: [f32; 4]) -> [f32; 4] {
+        shifted.map(|x| f32::from_bits((x.to_bits() << 23).wrapping_add(127 << 23)))
+    }
+
+    #[inline(always)]
+    fn unless_below(x: [f32; 4], limit: f32, v: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| if x[i] < limit { 0.0 } else { v[i] })
+    }
+
+    #[inline(always)]
+    fn prefetch(_: *const f32) {}
 }

@@ -59,6 +59,67 @@ impl Simd for Avx512 {
             out
         }
     }
+
+    #[inline(always)]
+    fn add(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: only reached from functions compiled with AVX-512, chosen after detection.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn mul(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: only reached from functions compiled with AVX-512, chosen after detection.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn div(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: only reached from functions compiled with AVX-512, chosen after detection.
+        unsafe { _mm512_div_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn inverse(x: __m512) -> __m512 {
+        // SAFETY: only reached from functions compiled with AVX-512, chosen after detection.
+        unsafe {
+            let y = _mm512_rcp14_ps(x);
+            // One step of Newton's method: 28 bits.
+            _mm512_mul_ps(y, _mm512_fnmadd_ps(x, y, _mm512_set1_ps(2.0)))
+        }
+    }
+
+    #[inline(always)]
+    fn max(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: only reached from functions compiled with AVX-512, chosen after detection.
+        unsafe { _mm512_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn min(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: only reached from functions compiled with AVX-512, chosen after detection.
+        unsafe { _mm512_min_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn power(shifted: __m512) -> __m512 {
+        // SAFETY: only reached from functions compiled with AVX-512, chosen after detection.
+        unsafe {
+            let bits = _mm512_slli_epi32::<23>(_mm512_castps_si512(shifted));
+            _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(127 << 23)))
+        }
+    }
+
+    #[inline(always)]
+    fn unless_below(x: __m512, limit: f32, v: __m512) -> __m512 {
+        // SAFETY: only reached from functions compiled with AVX-512, chosen after detection.
+        unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(limit)), v) }
+    }
+
+    #[inline(always)]
+    fn prefetch(from: *const f32) {
+        // SAFETY: a hint, wherever it points.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) }
+    }
 }
 
 /// 8 lanes.
@@ -110,5 +171,62 @@ impl Simd for Avx2 {
             _mm_storeu_ps(out.as_mut_ptr(), one);
             out
         }
+    }
+
+    #[inline(always)]
+    fn add(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: only reached from functions compiled with AVX2 and FMA, chosen after detection.
+        unsafe { _mm256_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn mul(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: only reached from functions compiled with AVX2 and FMA, chosen after detection.
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn div(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: only reached from functions compiled with AVX2 and FMA, chosen after detection.
+        unsafe { _mm256_div_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn inverse(x: __m256) -> __m256 {
+        // SAFETY: only reached from functions compiled with AVX2 and FMA, chosen after detection.
+        unsafe { _mm256_div_ps(_mm256_set1_ps(1.0), x) }
+    }
+
+    #[inline(always)]
+    fn max(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: only reached from functions compiled with AVX2 and FMA, chosen after detection.
+        unsafe { _mm256_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn min(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: only reached from functions compiled with AVX2 and FMA, chosen after detection.
+        unsafe { _mm256_min_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn power(shifted: __m256) -> __m256 {
+        // SAFETY: only reached from functions compiled with AVX2 and FMA, chosen after detection.
+        unsafe {
+            let bits = _mm256_slli_epi32::<23>(_mm256_castps_si256(shifted));
+            _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(127 << 23)))
+        }
+    }
+
+    #[inline(always)]
+    fn unless_below(x: __m256, limit: f32, v: __m256) -> __m256 {
+        // SAFETY: only reached from functions compiled with AVX2 and FMA, chosen after detection.
+        unsafe { _mm256_and_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(x, _mm256_set1_ps(limit)), v) }
+    }
+
+    #[inline(always)]
+    fn prefetch(from: *const f32) {
+        // SAFETY: a hint, wherever it points.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) }
     }
 }

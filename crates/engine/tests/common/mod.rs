@@ -1,4 +1,7 @@
 //! Engines for tests.
+#![allow(dead_code, reason = "each test file uses a part of this")]
+
+pub mod served;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -44,8 +44,8 @@ fn products_of_every_type_and_odd_shapes() {
             lengths.extend([32, 96, 544]);
         }
         for (i, &k) in lengths.iter().enumerate() {
-            for (j, rows) in [1, 2, 5, 7, 49, 97].into_iter().enumerate() {
-                let n = [1, 16, 33, 47][(i + j) % 4];
+            for (j, rows) in [1, 2, 3, 4, 5, 7, 49, 97].into_iter().enumerate() {
+                let n = [1, 16, 33, 47, 18][(i + j) % 5];
                 let mut case = Case::new(ty, rows, n, k);
                 let mut first: Option<Vec<f32>> = None;
                 let original = case.x.clone();

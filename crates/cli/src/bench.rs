@@ -1,0 +1,284 @@
+//! `redlite bench`: how fast a model is read and written, and where the time goes.
+
+pub mod args;
+mod report;
+mod stats;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use engine::{Cancel, Engine, LogitRows, Profile, Request, Session};
+use model::{KvType, Model, Peaks};
+
+use crate::args::BackendName;
+use crate::failure::{Failure, Outcome};
+use crate::interrupt;
+use crate::open;
+use crate::report::Bar;
+
+use args::BenchArgs;
+use stats::Samples;
+
+/// Runs the command.
+pub fn run(args: &BenchArgs) -> Result<Outcome, Failure> {
+    let shapes = shapes(args)?;
+    let cancel = interrupt::on_ctrl_c()?;
+    let fail = |source| Failure::Model { path: args.model.clone(), source };
+    let model = Arc::new(Model::open(&args.model).map_err(fail)?);
+    let mut bench = Bench::start(args, model, &shapes, cancel)?;
+    let mut rows = Vec::with_capacity(shapes.len());
+    for shape in shapes {
+        rows.push(bench.measure(shape)?);
+    }
+    let results = Results { args, bench: &bench, rows };
+    if args.json {
+        results.print_json()?
+    } else {
+        results.print()?
+    };
+    Ok(Outcome::Success)
+}
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Test {
+    /// A prompt is read.
+    Prompt,
+    /// Tokens are read one by one, the logits of each are computed.
+    Generate,
+}
+
+impl Test {
+    /// Its name in tables and JSON.
+    fn name(self) -> &'static str {
+        match self {
+            Test::Prompt => "prompt",
+            Test::Generate => "gen",
+        }
+    }
+}
+
+/// A test of some tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    test: Test,
+    tokens: usize,
+}
+
+/// The tests the arguments ask for: each prompt length once, then generation.
+fn shapes(args: &BenchArgs) -> Result<Vec<Shape>, Failure> {
+    let mut shapes: Vec<Shape> = Vec::new();
+    let prompts = args.prompt.iter().map(|&tokens| Shape { test: Test::Prompt, tokens });
+    for shape in prompts.chain([Shape { test: Test::Generate, tokens: args.generate }]) {
+        if shape.tokens > 0 && !shapes.contains(&shape) {
+            shapes.push(shape);
+        }
+    }
+    if shapes.is_empty() {
+        return Err(Failure::Usage("nothing to measure: --prompt and --gen are both 0".to_string()));
+    }
+    Ok(shapes)
+}
+
+/// A row of the table.
+struct Row {
+    shape: Shape,
+    /// Tokens a second.
+    rates: Samples,
+    /// Seconds of the run in the middle.
+    seconds: f64,
+    /// The stages of that run, or of one of its own where watching costs time.
+    profile: Option<Profile>,
+}
+
+/// What a bench produced.
+struct Results<'a> {
+    args: &'a BenchArgs,
+    bench: &'a Bench<'a>,
+    rows: Vec<Row>,
+}
+
+/// An engine to be measured.
+struct Bench<'a> {
+    args: &'a BenchArgs,
+    engine: Engine,
+    model: Arc<Model>,
+    /// A session of `depth` tokens that every measurement continues.
+    base: Session,
+    peaks: Vec<Peaks>,
+    name: &'static str,
+    variant: String,
+    threads: Option<usize>,
+    cancel: Cancel,
+}
+
+impl<'a> Bench<'a> {
+    /// Loads the model, measures the machine, reads the tokens before the measurement.
+    fn start(
+        args: &'a BenchArgs,
+        model: Arc<Model>,
+        shapes: &[Shape],
+        cancel: Cancel,
+    ) -> Result<Self, Failure> {
+        let longest = shapes.iter().map(|shape| shape.tokens).max().unwrap_or(0);
+        // A fork of a session that does not end between pages has a copy of the last one.
+        let fork = if args.depth == 0 { 0 } else { model::state::PAGE };
+        let needed = args.depth.saturating_add(longest).saturating_add(fork);
+        let context = args.backend.context.unwrap_or(needed);
+        if context < needed {
+            return Err(engine::Error::ContextOverflow { needed, context }.into());
+        }
+        // Asked before this thread is pinned: then there is one.
+        let threads = match args.backend.backend {
+            BackendName::Cpu => Some(args.backend.threads.unwrap_or_else(cpu::physical_cores)),
+            BackendName::Reference | BackendName::ReferenceLlama => None,
+        };
+        let mut backend = args.backend.clone();
+        backend.pin = !args.no_pin;
+        let started = open::start(&model, &backend, context, args.json)?;
+        let mut engine = started.engine;
+        let peaks = if args.no_profile { Vec::new() } else { engine.backend().peaks() };
+        let name = engine.backend().capabilities().name;
+        let (base, variant) = (engine.open(), started.variant);
+        let mut bench = Bench { args, engine, model, base, peaks, name, variant, threads, cancel };
+        bench.read_depth()?;
+        Ok(bench)
+    }
+
+    fn read_depth(&mut self) -> Result<(), Failure> {
+        if self.args.depth == 0 {
+            return Ok(());
+        }
+        let bar = Bar::tokens("depth", self.args.depth, self.args.json);
+        let ids = random_ids(!self.args.seed, self.args.depth, self.model.spec.vocab);
+        let mut progress = |done: f64, _| bar.set(done as u64);
+        let mut request = Request {
+            logits: LogitRows::None,
+            on_progress: Some(&mut progress),
+            cancel: self.cancel.clone(),
+            ..Request::default()
+        };
+        let result = self.engine.ingest(&mut self.base, &ids, &mut request);
+        bar.finish();
+        Ok(result.map(|_| ())?)
+    }
+
+    fn kv(&self) -> KvType {
+        self.args.backend.kv.into()
+    }
+
+    /// Measures one shape: once for nothing, then as often as asked for.
+    fn measure(&mut self, shape: Shape) -> Result<Row, Failure> {
+        let ids = random_ids(self.args.seed, shape.tokens, self.model.spec.vocab);
+        let what = match shape.test {
+            Test::Prompt => "reading",
+            Test::Generate => "writing",
+        };
+        // Watching costs nothing where calls return when their work is done.
+        let watch = !self.args.no_profile;
+        let own = watch && self.engine.backend().enqueues();
+        let runs = self.args.repeat + 1 + usize::from(own);
+        let bar = Bar::tokens(what, shape.tokens * runs, self.args.json);
+        let (mut seconds, mut profiles) = (Vec::new(), Vec::new());
+        for run in 0..runs {
+            let before = run * shape.tokens;
+            let hear = |done: f64| bar.set((before as f64 + done) as u64);
+            let extra = run > self.args.repeat;
+            let mut profile = (watch && (extra || !own)).then(|| self.profile());
+            let time = self.once(shape.test, &ids, profile.as_mut(), &hear)?;
+            if run > 0 {
+                profiles.extend(profile);
+                if !extra {
+                    seconds.push(time);
+                }
+            }
+        }
+        bar.finish();
+        let middle = stats::middle(&seconds).unwrap_or(0);
+        let profile = if own { profiles.pop() } else { profiles.into_iter().nth(middle) };
+        if let Some((stage, computed, wanted)) = profile.iter().flat_map(|p| p.skipped(shape.tokens)).next() {
+            return Err(Failure::Usage(format!(
+                "`{stage}` computed {computed} of {wanted} rows: this would not be the time of the whole prompt"
+            )));
+        }
+        let rates = seconds.iter().map(|seconds| shape.tokens as f64 / seconds.max(1e-9)).collect();
+        let rates = Samples::new(rates).expect("at least one measurement");
+        Ok(Row { shape, rates, seconds: seconds[middle], profile })
+    }
+
+    fn profile(&self) -> Profile {
+        Profile::new(&self.model, self.kv(), self.args.depth)
+    }
+
+    /// One run; seconds from the first token to the last logits.
+    fn once(
+        &mut self,
+        test: Test,
+        ids: &[u32],
+        profile: Option<&mut Profile>,
+        hear: &dyn Fn(f64),
+    ) -> Result<f64, Failure> {
+        let mut session = self.engine.fork(&self.base)?;
+        let began = Instant::now();
+        let result = self.read(&mut session, test, ids, profile, hear);
+        let seconds = began.elapsed().as_secs_f64();
+        let read = session.len() - self.base.len();
+        self.engine.close(session);
+        result?;
+        assert_eq!(read, ids.len(), "an ingestion that succeeds reads every token");
+        Ok(seconds)
+    }
+
+    fn read(
+        &mut self,
+        session: &mut Session,
+        test: Test,
+        ids: &[u32],
+        mut profile: Option<&mut Profile>,
+        hear: &dyn Fn(f64),
+    ) -> Result<(), Failure> {
+        let step = match test {
+            Test::Prompt => ids.len(),
+            Test::Generate => 1,
+        };
+        for (index, part) in ids.chunks(step).enumerate() {
+            let mut progress = |done: f64, _| hear((index * step) as f64 + done);
+            let mut request = Request {
+                on_progress: Some(&mut progress),
+                cancel: self.cancel.clone(),
+                ..Request::default()
+            };
+            if let Some(profile) = profile.as_deref_mut() {
+                request.observer = Some(profile);
+            }
+            self.engine.ingest(session, part, &mut request)?;
+        }
+        Ok(())
+    }
+}
+
+/// Uniform token ids from a SplitMix64 sequence.
+fn random_ids(seed: u64, count: usize, vocabulary: usize) -> Vec<u32> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    };
+    (0..count).map(|_| ((u128::from(next()) * vocabulary as u128) >> 64) as u32).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_repeat_with_the_seed_and_cover_the_vocabulary() {
+        let ids = random_ids(7, 1000, 10);
+        assert_eq!(ids, random_ids(7, 1000, 10));
+        assert_ne!(ids, random_ids(8, 1000, 10));
+        assert!((0..10).all(|id| ids.contains(&id)) && ids.iter().all(|&id| id < 10));
+    }
+}

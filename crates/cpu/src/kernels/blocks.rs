@@ -1,0 +1,66 @@
+//! Decoding blocks to integers in registers, for AVX-512 with VBMI and GFNI.
+//!
+//! A decoder takes the blocks of 16 weight rows and hands run after run of columns to a [`Sink`]: one stores
+//! them as a panel, another multiplies them where they are. The integers, scales and offsets are those of
+//! [`super::unpack`], bit for bit.
+//!
+//! Lanes are rows: 64 bytes of every row are brought into a convenient order, then 16 × 16 words are transposed.
+
+mod iq;
+mod k;
+mod simple;
+
+use quant::Type;
+
+use super::int8::ORDER;
+use super::lanes::{Float, Int, Rows, Table};
+
+/// What becomes of decoded columns. Calls come in the order of columns.
+pub(super) trait Sink {
+    /// 32 columns with one scale and perhaps an offset. Vector `s` has the shifted weights of the columns at
+    /// places 4s .. 4s + 4 of [`ORDER`], a lane for each row; from vector 4 on, of the next 16 columns.
+    fn full(&mut self, q: [Int; 8], scale: Float, offset: Option<Float>);
+
+    /// As [`Sink::full`], with a scale for each half.
+    fn halves(&mut self, q: [Int; 8], scales: [Float; 2], offsets: Option<[Float; 2]>);
+}
+
+/// Whether [`decode`] knows a type.
+pub(crate) fn knows(ty: Type) -> bool {
+    use Type::{IQ2_XS, IQ2_XXS, Q4_K, Q5_K, Q6_K, Q8_0};
+    matches!(ty, Q8_0 | Q4_K | Q5_K | Q6_K | IQ2_XXS | IQ2_XS)
+}
+
+/// Decodes the blocks of up to 16 rows of equal length.
+///
+/// # Panics
+/// If there is no row, rows differ in length, or the type is not [known](knows).
+#[inline(always)]
+pub(super) fn decode(ty: Type, rows: &[&[u8]], sink: &mut impl Sink) {
+    let len = rows[0].len();
+    assert!(rows.iter().all(|row| row.len() == len), "rows of equal length");
+    let (count, rows) = (len / ty.block_bytes(), Rows::new(rows));
+    // SAFETY: every row has `count` blocks.
+    unsafe {
+        match ty {
+            Type::Q8_0 => simple::q8_0(&rows, count, sink),
+            Type::Q4_K => k::q4_k(&rows, count, sink),
+            Type::Q5_K => k::q5_k(&rows, count, sink),
+            Type::Q6_K => k::q6_k(&rows, count, sink),
+            Type::IQ2_XXS => iq::iq2_xxs(&rows, count, sink),
+            Type::IQ2_XS => iq::iq2_xs(&rows, count, sink),
+            _ => unreachable!("see `knows`"),
+        }
+    }
+}
+
+/// Bytes of natural order to [`ORDER`].
+static ORDERED: Table<64> = {
+    let mut index = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        index[i] = (i / 16 * 16 + ORDER[i % 16]) as u8;
+        i += 1;
+    }
+    Table(index)
+};

@@ -1,0 +1,186 @@
+//! Blocks of 256 weights that name rows of codebooks.
+//!
+//! Codebooks are kept as bytes of two-bit codes, in registers or the first cache: a byte of the index picks from 64
+//! entries at once, masks from its upper bits join the pieces. Codes and signs together then pick the weight.
+
+#![allow(clippy::needless_range_loop)] // indices into several arrays of registers at once
+
+use quant::codebook::{IQ2_MAGNITUDES, IQ2_XS_GRID, IQ2_XXS_GRID};
+
+use super::super::int8::SHIFT;
+use super::super::lanes::{
+    Float, Int, Rows, Table, affine, bytes, fields, half_byte, high_bits, left, look, look_where, lower_from,
+    matrix, number, pairs, right, second_bits, select, sum, test, times, to_float, upper_from, where_set,
+    zero,
+};
+use super::Sink;
+
+/// Codes (0, 1, 2 for the magnitudes) of four weights of every codebook row, the first in the lowest bits.
+const fn codes<const N: usize>(grid: &[[i8; 8]; N], first: usize) -> [u8; N] {
+    let mut table = [0; N];
+    let mut row = 0;
+    while row < N {
+        let mut j = 0;
+        while j < 4 {
+            let entry = grid[row][first + j];
+            let code = if entry == IQ2_MAGNITUDES[0] {
+                0
+            } else if entry == IQ2_MAGNITUDES[1] {
+                1
+            } else {
+                2
+            };
+            table[row] |= code << (2 * j);
+            j += 1;
+        }
+        row += 1;
+    }
+    table
+}
+
+static XXS_CODES: [Table<256>; 2] = [Table(codes(&IQ2_XXS_GRID, 0)), Table(codes(&IQ2_XXS_GRID, 4))];
+static XS_CODES: [Table<512>; 2] = [Table(codes(&IQ2_XS_GRID, 0)), Table(codes(&IQ2_XS_GRID, 4))];
+
+/// Eight signs, of which the last makes the number of negative weights even, from the seven bits at `first`.
+const fn even(first: u32) -> u64 {
+    let mut bits = [0; 8];
+    let mut bit = 0;
+    while bit < 7 {
+        bits[bit as usize] = 1 << (first + bit);
+        bits[7] |= 1 << (first + bit);
+        bit += 1;
+    }
+    matrix(bits)
+}
+
+/// Shifted weight by six bits, of which two at `code` say the magnitude and one at `sign` says whether it is
+/// negative.
+const fn values(code: usize, sign: usize) -> Table<64> {
+    let mut table = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        let which = i >> code & 3;
+        let magnitude = if which < 3 { IQ2_MAGNITUDES[which] } else { 0 };
+        let value = if i >> sign & 1 == 1 { -magnitude } else { magnitude };
+        table[i] = (value as i32 + SHIFT) as u8;
+        i += 1;
+    }
+    Table(table)
+}
+
+static VALUES: [Table<64>; 4] = [values(0, 2), values(2, 1), values(4, 2), values(2, 5)];
+
+/// Entries of a table of 128, from piece `first` on; the mask is the upper bit of the index.
+#[inline(always)]
+fn look_128<const N: usize>(table: &Table<N>, first: usize, index: Int, sixth: u64) -> Int {
+    look_where(look(table.piece(first), index), sixth, table.piece(first + 1), index)
+}
+
+/// Entries of a table of 256, from piece `first` on; masks are the upper bits of the index.
+#[inline(always)]
+fn look_256<const N: usize>(table: &Table<N>, first: usize, index: Int, sixth: u64, seventh: u64) -> Int {
+    let lower = look_128(table, first, index, sixth);
+    where_set(lower, seventh, look_128(table, first + 2, index, sixth))
+}
+
+/// Entries of a table of 512, from piece `first` on; masks are the upper bits of the index.
+#[inline(always)]
+fn look_512<const N: usize>(table: &Table<N>, first: usize, index: Int, masks: [u64; 3]) -> Int {
+    let lower = look_256(table, first, index, masks[0], masks[1]);
+    where_set(lower, masks[2], look_256(table, first + 4, index, masks[0], masks[1]))
+}
+
+/// Weights from the codes of four groups of eight, given for their first and second halves, and their signs.
+#[inline(always)]
+fn weights(low: Int, high: Int, signs: Int) -> [Int; 8] {
+    // Each half of the columns: bytes of the codebook rows a, b: (a low, b low, a high, b high).
+    let signs_high = right(signs, 4);
+    let halves = [
+        (upper_from(high, low), upper_from(signs_high, signs)),
+        (lower_from(high, low), lower_from(signs_high, signs)),
+    ];
+    let mut q = [zero(); 8];
+    for (half, (code, sign)) in halves.into_iter().enumerate() {
+        let (sign_2, code_4) = (left(sign, 2), right(code, 4));
+        // Code bits where the mask is set, sign bits elsewhere.
+        let indices = [
+            select(bytes(0x03), code, sign_2),
+            select(bytes(0x0c), code, sign),
+            select(bytes(0x30), code, sign),
+            select(bytes(0x0c), code_4, sign_2),
+        ];
+        for s in 0..4 {
+            q[4 * half + s] = look(VALUES[s].piece(0), indices[s]);
+        }
+    }
+    q
+}
+
+/// d · (0.5 + s) · 0.25.
+#[inline(always)]
+fn quarter_scale(d: Float, s: Float) -> Float {
+    times(times(d, sum(s, number(0.5))), number(0.25))
+}
+
+/// The scales of two halves from half-bytes of pair `run`.
+#[inline(always)]
+fn quarter_scales(d: Float, four: Int, run: u32) -> [Float; 2] {
+    [quarter_scale(d, half_byte(four, 2 * run)), quarter_scale(d, half_byte(four, 2 * run + 1))]
+}
+
+/// A half, then for each run four indices of a byte and a word: four times seven bits of signs, four bits of
+/// scale.
+///
+/// # Safety
+/// Every row has `count` blocks.
+#[inline(always)]
+pub(super) unsafe fn iq2_xxs(rows: &Rows, count: usize, sink: &mut impl Sink) {
+    // The four fields of seven bits of both words of a pair.
+    let from = pairs(0x352e_2720_150e_0700);
+    for at in (0..count).map(|block| block * 66) {
+        // SAFETY: inside the block.
+        let (d, words) = unsafe { (rows.halves(at), rows.plain_words(at + 2)) };
+        for run in 0..8 {
+            let (index, field) = (words[2 * run], words[2 * run + 1]);
+            let (sixth, seventh) = (second_bits(index), high_bits(index));
+            let low = look_256(&XXS_CODES[0], 0, index, sixth, seventh);
+            let high = look_256(&XXS_CODES[1], 0, index, sixth, seventh);
+            let signs = affine::<0>(fields(field, from), even(0));
+            sink.full(weights(low, high, signs), quarter_scale(d, to_float(right(field, 28))), None);
+        }
+    }
+}
+
+/// A half; for each group of eight nine bits of index and seven of signs; four bits of scale for every 16
+/// weights.
+///
+/// # Safety
+/// Every row has `count` blocks.
+#[inline(always)]
+pub(super) unsafe fn iq2_xs(rows: &Rows, count: usize, sink: &mut impl Sink) {
+    /// Of four groups the lower bytes, then the upper ones.
+    static SPLIT: Table<64> = {
+        let mut index = [0; 64];
+        let mut i = 0;
+        while i < 64 {
+            index[i] = (i / 8 * 8 + i % 4 * 2 + i % 8 / 4) as u8;
+            i += 1;
+        }
+        Table(index)
+    };
+    for at in (0..count).map(|block| block * 74) {
+        // SAFETY: inside the block.
+        let (d, words) = unsafe { (rows.halves(at), rows.words(at + 2, &SPLIT)) };
+        // SAFETY: as above; the scales are the last eight bytes.
+        let [.., scales, more_scales] = unsafe { rows.four_words(at + 58) };
+        for run in 0..8 {
+            let (index, upper) = (words[2 * run], words[2 * run + 1]);
+            let masks = [second_bits(index), high_bits(index), test(upper, bytes(1))];
+            let low = look_512(&XS_CODES[0], 0, index, masks);
+            let high = look_512(&XS_CODES[1], 0, index, masks);
+            let four = if run < 4 { scales } else { more_scales };
+            let scales = quarter_scales(d, four, run as u32 % 4);
+            sink.halves(weights(low, high, affine::<0>(upper, even(1))), scales, None);
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Blocks of 256 weights in runs with scales of four or six bits.
+
+#![allow(clippy::needless_range_loop)] // indices into several arrays of registers at once
+
+use super::super::lanes::{
+    Float, Int, Rows, affine, and, and_or, byte, bytes, half_to_float, matrix, minus, moving, or, right,
+    signed_byte, times, words, zero,
+};
+use super::{ORDERED, Sink};
+
+/// The upper half of a byte, moved down.
+const UPPER: u64 = moving(4, 4, 0);
+
+/// 256 weights of four bits: two halves (scale and offset), eight scales and eight offsets of six bits each in
+/// 12 bytes, then for every 64 weights 32 bytes, low half-bytes first.
+///
+/// # Safety
+/// Every row has `count` blocks.
+#[inline(always)]
+pub(super) unsafe fn q4_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
+    for at in (0..count).map(|block| block * 144) {
+        // SAFETY: inside the block.
+        let scales = unsafe { Scales::new(rows, at) };
+        for part in 0..2 {
+            // SAFETY: inside the block.
+            let codes = unsafe { rows.words(at + 16 + 64 * part, &ORDERED) };
+            for run in 0..4 {
+                let mut q = [zero(); 8];
+                for s in 0..8 {
+                    let code = codes[run / 2 * 8 + s];
+                    q[s] = match run % 2 {
+                        0 => and_or(code, bytes(15), bytes(0x80)),
+                        _ => affine::<0x80>(code, UPPER),
+                    };
+                }
+                let (scale, offset) = scales.run(part, run as u32);
+                sink.full(q, scale, Some(offset));
+            }
+        }
+    }
+}
+
+/// As [`q4_k`], with the fifth bits of all weights in 32 bytes before the others: bit i of a byte is that of
+/// run i.
+///
+/// # Safety
+/// Every row has `count` blocks.
+#[inline(always)]
+pub(super) unsafe fn q5_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
+    const FIFTH: [u64; 8] = {
+        let mut matrices = [0; 8];
+        let mut run = 0;
+        while run < 8 {
+            matrices[run] = moving(1, run, 4);
+            run += 1;
+        }
+        matrices
+    };
+    for at in (0..count).map(|block| block * 176) {
+        // SAFETY: inside the block.
+        let (scales, fifths) = unsafe { (Scales::new(rows, at), rows.words(at + 16, &ORDERED)) };
+        for part in 0..2 {
+            // SAFETY: inside the block.
+            let codes = unsafe { rows.words(at + 48 + 64 * part, &ORDERED) };
+            for run in 0..4 {
+                let mut q = [zero(); 8];
+                for s in 0..8 {
+                    let (code, fifth) =
+                        (codes[run / 2 * 8 + s], affine::<0x80>(fifths[s], FIFTH[4 * part + run]));
+                    q[s] = match run % 2 {
+                        0 => and_or(code, bytes(15), fifth),
+                        _ => or(affine::<0>(code, UPPER), fifth),
+                    };
+                }
+                let (scale, offset) = scales.run(part, run as u32);
+                sink.full(q, scale, Some(offset));
+            }
+        }
+    }
+}
+
+/// Scales and offsets of [`q4_k`] and [`q5_k`].
+struct Scales {
+    d: Float,
+    m: Float,
+    /// Bytes of four runs each.
+    scales: [Int; 2],
+    offsets: [Int; 2],
+}
+
+impl Scales {
+    /// # Safety
+    /// There must be blocks at `at`.
+    #[inline(always)]
+    unsafe fn new(rows: &Rows, at: usize) -> Scales {
+        // SAFETY: the caller's promise.
+        let [both, a, b, c] = unsafe { rows.four_words(at) };
+        let (low, high, four) = (words(0x3f3f_3f3f), words(0x3030_3030), words(0x0f0f_0f0f));
+        Scales {
+            d: half_to_float(both),
+            m: minus(half_to_float(right(both, 16))),
+            scales: [and(a, low), and_or(right(a, 2), high, and(c, four))],
+            offsets: [and(b, low), and_or(right(b, 2), high, and(right(c, 4), four))],
+        }
+    }
+
+    /// Those of a run of a half of the block.
+    #[inline(always)]
+    fn run(&self, part: usize, run: u32) -> (Float, Float) {
+        (times(self.d, byte(self.scales[part], run)), times(self.m, byte(self.offsets[part], run)))
+    }
+}
+
+/// 256 weights of six bits: for each half of the block 64 bytes of low half-bytes; then for each half 32 bytes
+/// of upper bits, two for each run; 16 scales; a half.
+///
+/// # Safety
+/// Every row has `count` blocks.
+#[inline(always)]
+pub(super) unsafe fn q6_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
+    // The weight less 32 plus 128: the sixth bit becomes the eighth or else the seventh and sixth.
+    const HIGH: [u64; 4] = [high(0), high(2), high(4), high(6)];
+    const fn high(from: usize) -> u64 {
+        let (fifth, sixth) = (1 << from, 2 << from);
+        matrix([0, 0, 0, 0, fifth, sixth, sixth, sixth])
+    }
+    for at in (0..count).map(|block| block * 210) {
+        // SAFETY: inside the block.
+        let (highs, scales, d) =
+            unsafe { (rows.words(at + 128, &ORDERED), rows.four_words(at + 192), rows.halves(at + 208)) };
+        for part in 0..2 {
+            // SAFETY: inside the block.
+            let lows = unsafe { rows.words(at + 64 * part, &ORDERED) };
+            for run in 0..4 {
+                let mut q = [zero(); 8];
+                for s in 0..8 {
+                    let low = lows[run % 2 * 8 + s];
+                    let high = affine::<0x60>(highs[8 * part + s], HIGH[run]);
+                    q[s] = match run / 2 {
+                        0 => and_or(low, bytes(15), high),
+                        _ => or(affine::<0>(low, UPPER), high),
+                    };
+                }
+                let four = scales[2 * part + run / 2];
+                let first = (run % 2 * 2) as u32;
+                let scales = [times(d, signed_byte(four, first)), times(d, signed_byte(four, first + 1))];
+                sink.halves(q, scales, None);
+            }
+        }
+    }
+}
