@@ -113,7 +113,7 @@ struct Vnni;
 impl Dots for Vnni {
     type Lanes = Eight;
     type Weights = Four;
-    const ROWS: usize = 5;
+    const ROWS: usize = 4;
 
     #[inline(always)]
     fn start(start: i32, _: Form) -> i32 {

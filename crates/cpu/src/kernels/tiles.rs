@@ -47,7 +47,7 @@ pub(super) trait Dots {
     type Lanes: Lanes;
     /// Weights of a vector's rows in 16 columns, ready to be multiplied.
     type Weights: Copy;
-    /// Rows of a tile, at most 8: as many as registers hold the sums of.
+    /// Rows of a tile, at most 5: as many as registers hold the sums of.
     const ROWS: usize;
 
     /// What the sum of a run begins with whose activations have this [`Group::start`].
@@ -77,39 +77,54 @@ pub(super) unsafe fn product<D: Dots, const V: usize>(
     (groups, form): (usize, Form),
     add: bool,
 ) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        for &(panel, out) in panels {
+            match form.halves {
+                false => rows::<D, V, 1, 2>(x, panel, out, (groups, form), add),
+                true => rows::<D, V, 2, 1>(x, panel, out, (groups, form), add),
+            }
+        }
+    }
+}
+
+/// As [`product`], for one panel with `RUNS` runs of `HALVES` times 16 columns in a group.
+#[inline(always)]
+unsafe fn rows<D: Dots, const V: usize, const RUNS: usize, const HALVES: usize>(
+    x: &[*const Group],
+    panel: &Panel,
+    out: *mut f32,
+    shape: (usize, Form),
+    add: bool,
+) {
     // Tiles of about equal height: a low last one would leave the multipliers waiting.
     let count = x.len().div_ceil(D::ROWS);
-    for &(panel, out) in panels {
-        let mut first = 0;
-        for index in 0..count {
-            let end = (index + 1) * x.len() / count;
-            let rows = &x[first..end];
-            // SAFETY: rows of x and of the output, as the caller promised.
-            unsafe {
-                let out = out.add(first * PANEL);
-                if !add {
-                    out.write_bytes(0, rows.len() * PANEL);
-                }
-                match rows.len() {
-                    1 => tile::<D, V, 1>(rows, panel, out, (groups, form)),
-                    2 => tile::<D, V, 2>(rows, panel, out, (groups, form)),
-                    3 => tile::<D, V, 3>(rows, panel, out, (groups, form)),
-                    4 => tile::<D, V, 4>(rows, panel, out, (groups, form)),
-                    5 if D::ROWS >= 5 => tile::<D, V, 5>(rows, panel, out, (groups, form)),
-                    6 if D::ROWS >= 6 => tile::<D, V, 6>(rows, panel, out, (groups, form)),
-                    7 if D::ROWS >= 7 => tile::<D, V, 7>(rows, panel, out, (groups, form)),
-                    _ if D::ROWS >= 8 => tile::<D, V, 8>(rows, panel, out, (groups, form)),
-                    _ => unreachable!("tiles are not higher than registers allow"),
-                }
+    let mut first = 0;
+    for index in 0..count {
+        let end = (index + 1) * x.len() / count;
+        let rows = &x[first..end];
+        // SAFETY: rows of x and of the output, as the caller promised.
+        unsafe {
+            let out = out.add(first * PANEL);
+            if !add {
+                out.write_bytes(0, rows.len() * PANEL);
             }
-            first = end;
+            match rows.len() {
+                1 => tile::<D, V, RUNS, HALVES, 1>(rows, panel, out, shape),
+                2 => tile::<D, V, RUNS, HALVES, 2>(rows, panel, out, shape),
+                3 => tile::<D, V, RUNS, HALVES, 3>(rows, panel, out, shape),
+                4 => tile::<D, V, RUNS, HALVES, 4>(rows, panel, out, shape),
+                5 if D::ROWS == 5 => tile::<D, V, RUNS, HALVES, 5>(rows, panel, out, shape),
+                _ => unreachable!("tiles are not higher than registers allow"),
+            }
         }
+        first = end;
     }
 }
 
 /// Adds the products of `T` rows, over all columns, to `out`: [T][PANEL].
 #[inline(always)]
-unsafe fn tile<D: Dots, const V: usize, const T: usize>(
+unsafe fn tile<D: Dots, const V: usize, const RUNS: usize, const HALVES: usize, const T: usize>(
     x: &[*const Group],
     panel: &Panel,
     out: *mut f32,
@@ -118,21 +133,20 @@ unsafe fn tile<D: Dots, const V: usize, const T: usize>(
     const { assert!(V == D::Lanes::VECTORS && PANEL.is_multiple_of(V)) };
     let width = PANEL / V;
     let x: [*const Group; T] = std::array::from_fn(|t| x[t]);
-    let (runs, halves) = if form.halves { (2, 1) } else { (1, 2) };
     // SAFETY: groups below `groups`, columns of the panel, numbers of the output, as the caller promised.
     unsafe {
         for g in 0..groups {
-            for run in 0..runs {
+            for run in 0..RUNS {
                 let start = |t: usize| {
                     let group = &*x[t].add(g);
-                    let start = if form.halves { group.half_starts[run] } else { group.start };
+                    let start = if RUNS == 2 { group.half_starts[run] } else { group.start };
                     D::Lanes::splat(D::start(start, form))
                 };
                 let mut sums = [[start(0); V]; T];
                 for t in 1..T {
                     sums[t] = [start(t); V];
                 }
-                for half in run..run + halves {
+                for half in run..run + HALVES {
                     let columns = panel.q.as_ptr().add((2 * g + half) * 4).cast::<u8>();
                     let x_of =
                         |t: usize| D::Lanes::x((&raw const (*x[t].add(g)).q).cast::<i8>().add(16 * half));
@@ -147,7 +161,7 @@ unsafe fn tile<D: Dots, const V: usize, const T: usize>(
                         }
                     }
                 }
-                let scales = panel.scales.as_ptr().add(g * runs + run).cast::<f32>();
+                let scales = panel.scales.as_ptr().add(g * RUNS + run).cast::<f32>();
                 for t in 0..T {
                     let factor = (*x[t].add(g)).scale;
                     for v in 0..V {
@@ -156,10 +170,10 @@ unsafe fn tile<D: Dots, const V: usize, const T: usize>(
                     }
                 }
                 if form.offset {
-                    let offsets = panel.offsets.as_ptr().add(g * runs + run).cast::<f32>();
+                    let offsets = panel.offsets.as_ptr().add(g * RUNS + run).cast::<f32>();
                     for t in 0..T {
                         let group = &*x[t].add(g);
-                        let factor = if form.halves { group.half_sums[run] } else { group.sum };
+                        let factor = if RUNS == 2 { group.half_sums[run] } else { group.sum };
                         for v in 0..V {
                             let to = out.add(t * PANEL + v * width);
                             D::Lanes::shift(offsets.add(v * width), factor, to);
