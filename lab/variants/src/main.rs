@@ -19,10 +19,11 @@ mod kernels {
     mod vnni_fill;
     mod x86;
 
-    use int8::{Form, Group, Panel};
+    use int8::{Codes, Form, Panel};
+    use product::Target;
     use quant::Type;
 
-    pub(crate) type IntProduct = unsafe fn(&[*const Group], &[(&Panel, *mut f32)], (usize, Form), bool);
+    pub(crate) type IntProduct = unsafe fn(&[*const Codes], &[&Panel], Target, (usize, Form), bool);
     pub(crate) type Fill = unsafe fn(Type, &[&[u8]], usize, &mut Panel);
     pub(crate) type Numbers = unsafe fn(&[*const f32], *const f32, usize, *mut f32);
 
@@ -40,7 +41,7 @@ mod kernels {
         Variant("avx512-vnni", vnni::product, vnni_fill::fill, numbers_512),
     ];
 
-    pub(crate) fn round(x: &[f32], out: &mut [Group]) {
+    pub(crate) fn round(x: &[f32], out: &mut [Codes]) {
         int8::round(x, out);
     }
 
@@ -57,7 +58,7 @@ mod kernels {
     }
 }
 
-use kernels::int8::{COLUMNS, GROUP, Group, PANEL, Panel};
+use kernels::int8::{COLUMNS, Codes, GROUPS, PANEL, Panel};
 use kernels::{VARIANTS, Variant, unpack};
 use quant::Type;
 
@@ -182,7 +183,7 @@ fn measure(Variant(name, product, fill, numbers): &Variant, rows: usize) {
     let top = peak(name);
     println!("{name}: {:.0} GMAC/s of bytes at most; {rows} rows", top / 1e9);
     let x: Vec<f32> = (0..rows * COLUMNS).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
-    let mut codes = vec![Group::ZERO; rows * COLUMNS / GROUP];
+    let mut codes = vec![Codes::ZERO; rows];
     kernels::round(&x, &mut codes);
     let macs = (rows * PANEL * COLUMNS) as f64;
     let mut out = vec![0.0f32; rows * PANEL];
@@ -202,11 +203,11 @@ fn measure(Variant(name, product, fill, numbers): &Variant, rows: usize) {
         let to_f32 = median(100, || {
             bytes.iter().for_each(|bytes| quant::decode(ty, bytes, &mut row).expect("whole blocks"));
         });
-        let starts: Vec<*const Group> = codes.chunks(COLUMNS / GROUP).map(<[Group]>::as_ptr).collect();
-        let shape = (COLUMNS / GROUP, unpack::form(ty));
+        let starts: Vec<*const Codes> = codes.iter().map(|codes| &raw const *codes).collect();
+        let shape = (GROUPS, unpack::form(ty));
         let seconds = median(40, || {
-            // SAFETY: groups as many as said at every start, room for all products; features checked in `main`.
-            unsafe { product(&starts, &[(&panel, out.as_mut_ptr())], shape, true) }
+            // SAFETY: codes of whole panels at every start, room for all products; features checked in `main`.
+            unsafe { product(&starts, &[&panel], (out.as_mut_ptr(), PANEL), shape, true) }
         });
         let per_256 = 1e9 / (PANEL * COLUMNS / 256) as f64;
         println!(

@@ -11,7 +11,8 @@ use std::arch::x86_64::*;
 
 use quant::Type;
 
-use super::int8::{self, COLUMNS, Form, Group, ORDER, PANEL, Panel};
+use super::int8::{self, COLUMNS, Codes, Form, MAGIC, MAGIC_BITS, ORDER, PANEL, Panel};
+use super::product::Target;
 use super::tiles::{Dots, Lanes, product as tiled};
 
 /// As [`int8::product`], with AVX-VNNI.
@@ -20,13 +21,14 @@ use super::tiles::{Dots, Lanes, product as tiled};
 /// As there; the processor must have AVX2 and AVX-VNNI.
 #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
 pub(super) unsafe fn product_vnni(
-    x: &[*const Group],
-    panels: &[(&Panel, *mut f32)],
+    x: &[*const Codes],
+    panels: &[&Panel],
+    out: Target,
     shape: (usize, Form),
     add: bool,
 ) {
     // SAFETY: the caller's promise.
-    unsafe { tiled::<Vnni, 2>(x, panels, shape, add) }
+    unsafe { tiled::<Vnni, 2>(x, panels, out, shape, add) }
 }
 
 /// As [`int8::product`], with AVX2 alone.
@@ -35,18 +37,19 @@ pub(super) unsafe fn product_vnni(
 /// As there; the processor must have AVX2.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn product(
-    x: &[*const Group],
-    panels: &[(&Panel, *mut f32)],
+    x: &[*const Codes],
+    panels: &[&Panel],
+    out: Target,
     shape: (usize, Form),
     add: bool,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
         match shape.1.pairs_in_sixteen_bits() {
-            0 => tiled::<Signed, 2>(x, panels, shape, add),
-            1 => tiled::<Narrow<1>, 2>(x, panels, shape, add),
-            2..4 => tiled::<Narrow<2>, 2>(x, panels, shape, add),
-            _ => tiled::<Narrow<4>, 2>(x, panels, shape, add),
+            0 => tiled::<Signed, 2>(x, panels, out, shape, add),
+            1 => tiled::<Narrow<1>, 2>(x, panels, out, shape, add),
+            2..4 => tiled::<Narrow<2>, 2>(x, panels, out, shape, add),
+            _ => tiled::<Narrow<4>, 2>(x, panels, out, shape, add),
         }
     }
 }
@@ -74,6 +77,7 @@ struct Eight;
 impl Lanes for Eight {
     type Sums = __m256i;
     type X = *const i8;
+    type Numbers = __m256;
     const VECTORS: usize = 2;
 
     #[inline(always)]
@@ -88,21 +92,33 @@ impl Lanes for Eight {
     }
 
     #[inline(always)]
-    unsafe fn join(sums: __m256i, scale: *const f32, factor: f32, to: *mut f32) {
+    unsafe fn numbers(from: *const f32) -> __m256 {
+        // SAFETY: memory by the caller's promise; only reached from functions compiled with AVX2.
+        unsafe { _mm256_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    fn magic(scale: __m256) -> __m256 {
+        // SAFETY: only reached from functions compiled with AVX2.
+        unsafe { _mm256_mul_ps(scale, _mm256_set1_ps(-MAGIC)) }
+    }
+
+    #[inline(always)]
+    unsafe fn join(sums: __m256i, (scale, magic): (__m256, __m256), factor: f32, to: *mut f32) {
         // SAFETY: memory by the caller's promise; only reached from functions compiled with AVX2.
         unsafe {
-            let both = _mm256_mul_ps(_mm256_loadu_ps(scale), _mm256_set1_ps(factor));
+            let products = _mm256_fmadd_ps(_mm256_castsi256_ps(sums), scale, magic);
             let old = _mm256_loadu_ps(to);
-            _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), both, old));
+            _mm256_storeu_ps(to, _mm256_fmadd_ps(products, _mm256_set1_ps(factor), old));
         }
     }
 
     #[inline(always)]
-    unsafe fn shift(offset: *const f32, factor: f32, to: *mut f32) {
+    unsafe fn shift(offset: __m256, factor: f32, to: *mut f32) {
         // SAFETY: memory by the caller's promise; only reached from functions compiled with AVX2.
         unsafe {
             let old = _mm256_loadu_ps(to);
-            _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_loadu_ps(offset), _mm256_set1_ps(factor), old));
+            _mm256_storeu_ps(to, _mm256_fmadd_ps(offset, _mm256_set1_ps(factor), old));
         }
     }
 }
@@ -188,7 +204,7 @@ impl Dots for Signed {
 
     #[inline(always)]
     fn start(_: i32, _: Form) -> i32 {
-        0
+        MAGIC_BITS
     }
 
     #[inline(always)]

@@ -3,7 +3,8 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::int8::{Form, Group, PANEL, Panel, SHIFT};
+use super::int8::{Codes, Form, MAGIC, MAGIC_BITS, PANEL, Panel, SHIFT};
+use super::product::Target;
 use super::tiles::{Dots, Lanes, product as tiled};
 
 /// As [`super::int8::product`].
@@ -12,13 +13,14 @@ use super::tiles::{Dots, Lanes, product as tiled};
 /// As there; the processor must have dot products.
 #[target_feature(enable = "neon,dotprod")]
 pub(super) unsafe fn product(
-    x: &[*const Group],
-    panels: &[(&Panel, *mut f32)],
+    x: &[*const Codes],
+    panels: &[&Panel],
+    out: Target,
     shape: (usize, Form),
     add: bool,
 ) {
     // SAFETY: the caller's promise.
-    unsafe { tiled::<Dotprod, 4>(x, panels, shape, add) }
+    unsafe { tiled::<Dotprod, 4>(x, panels, out, shape, add) }
 }
 
 /// Four lanes.
@@ -27,6 +29,7 @@ struct Four;
 impl Lanes for Four {
     type Sums = int32x4_t;
     type X = int8x16_t;
+    type Numbers = float32x4_t;
     const VECTORS: usize = 4;
 
     #[inline(always)]
@@ -42,18 +45,30 @@ impl Lanes for Four {
     }
 
     #[inline(always)]
-    unsafe fn join(sums: int32x4_t, scale: *const f32, factor: f32, to: *mut f32) {
+    unsafe fn numbers(from: *const f32) -> float32x4_t {
+        // SAFETY: features as above; memory by the caller's promise.
+        unsafe { vld1q_f32(from) }
+    }
+
+    #[inline(always)]
+    fn magic(scale: float32x4_t) -> float32x4_t {
+        // SAFETY: every processor of the target has NEON.
+        unsafe { vmulq_n_f32(scale, -MAGIC) }
+    }
+
+    #[inline(always)]
+    unsafe fn join(sums: int32x4_t, (scale, magic): (float32x4_t, float32x4_t), factor: f32, to: *mut f32) {
         // SAFETY: features as above; memory by the caller's promise.
         unsafe {
-            let both = vmulq_n_f32(vld1q_f32(scale), factor);
-            vst1q_f32(to, vfmaq_f32(vld1q_f32(to), vcvtq_f32_s32(sums), both));
+            let products = vfmaq_f32(magic, vreinterpretq_f32_s32(sums), scale);
+            vst1q_f32(to, vfmaq_n_f32(vld1q_f32(to), products, factor));
         }
     }
 
     #[inline(always)]
-    unsafe fn shift(offset: *const f32, factor: f32, to: *mut f32) {
+    unsafe fn shift(offset: float32x4_t, factor: f32, to: *mut f32) {
         // SAFETY: features as above; memory by the caller's promise.
-        unsafe { vst1q_f32(to, vfmaq_n_f32(vld1q_f32(to), vld1q_f32(offset), factor)) };
+        unsafe { vst1q_f32(to, vfmaq_n_f32(vld1q_f32(to), offset, factor)) };
     }
 }
 
@@ -67,7 +82,7 @@ impl Dots for Dotprod {
 
     #[inline(always)]
     fn start(_: i32, _: Form) -> i32 {
-        0
+        MAGIC_BITS
     }
 
     #[inline(always)]

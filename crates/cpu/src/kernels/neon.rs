@@ -114,11 +114,12 @@ impl Simd for Neon {
     }
 }
 
-/// Asks for a cache line.
-pub(super) fn prefetch(bytes: *const u8) {
-    // SAFETY: a hint, harmless for any address.
-    unsafe {
-        asm!("prfm pldl2keep, [{}]", in(reg) bytes, options(nostack, readonly, preserves_flags));
+/// Asks for the cache lines of `len` bytes.
+pub(super) fn prefetch(bytes: *const u8, len: usize) {
+    for at in (0..len).step_by(64) {
+        let line = bytes.wrapping_add(at);
+        // SAFETY: a hint, harmless for any address.
+        unsafe { asm!("prfm pldl2keep, [{}]", in(reg) line, options(nostack, readonly, preserves_flags)) };
     }
 }
 

@@ -72,18 +72,19 @@ fn products_of_the_extremes_of_every_type() {
         for (case, rows) in [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 17, 48].into_iter().enumerate() {
             let groups = [1, 3, 16][case % 3];
             let mut next = random(77 * case as u32 + ty.id());
-            let x: Vec<Group> = (0..rows * groups)
+            let x: Vec<Codes> = (0..rows)
                 .map(|_| {
-                    let mut numbers = [0.0; GROUP];
-                    let signs = next() % 4;
-                    numbers.iter_mut().for_each(|x| {
-                        let number = f32::from(next() as i8);
-                        *x =
-                            [127.0, -127.0, f32::from(next() as i8).signum() * 127.0, number][signs as usize];
-                    });
-                    let mut group = [Group::ZERO];
-                    round(&numbers, &mut group);
-                    group[0]
+                    let mut numbers = vec![0.0; groups * GROUP];
+                    for group in numbers.chunks_exact_mut(GROUP) {
+                        let signs = usize::from(next() % 4);
+                        group.iter_mut().for_each(|x| {
+                            let number = f32::from(next() as i8);
+                            *x = [127.0, -127.0, f32::from(next() as i8).signum() * 127.0, number][signs];
+                        });
+                    }
+                    let mut codes = [Codes::ZERO];
+                    round(&numbers, &mut codes);
+                    codes[0]
                 })
                 .collect();
             let mut panel = Box::new(Panel::ZERO);
@@ -102,14 +103,15 @@ fn products_of_the_extremes_of_every_type() {
             for x in [&mut panel.scales, &mut panel.offsets] {
                 x.as_flattened_mut().iter_mut().for_each(|x| *x = f32::from(next()) / 100.0 - 1.0);
             }
-            let starts: Vec<*const Group> = x.chunks(groups).map(|row| row.as_ptr()).collect();
+            let starts: Vec<*const Codes> = x.iter().map(|codes| &raw const *codes).collect();
             for add in [false, true] {
                 let run = |kernel: super::super::IntProduct| {
-                    let mut out = vec![0.37; 2 * rows * PANEL];
-                    let (a, b) = out.split_at_mut(rows * PANEL);
-                    let panels = [(&*panel, a.as_mut_ptr()), (&*panel, b.as_mut_ptr())];
+                    // Two panels, and three numbers that belong to nobody, in a row.
+                    let stride = 2 * PANEL + 3;
+                    let mut out = vec![0.37; rows * stride];
+                    let to = (out.as_mut_ptr(), stride);
                     // SAFETY: `groups` groups at every start; room for the products of both panels.
-                    unsafe { kernel(&starts, &panels, (groups, form), add) };
+                    unsafe { kernel(&starts, &[&panel, &panel], to, (groups, form), add) };
                     out.iter().map(|x| x.to_bits()).collect::<Vec<u32>>()
                 };
                 let expected = run(product);
