@@ -6,6 +6,8 @@
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
+mod avx2_fill;
+#[cfg(target_arch = "x86_64")]
 mod blocks;
 mod conv;
 mod decode;
@@ -55,9 +57,11 @@ pub(crate) const GEMV_ROWS: usize = 4;
 pub enum Variant {
     /// AVX-512 with its integer dot products (F, BW, DQ, VL, VNNI, VBMI) and GFNI.
     Vnni,
+    /// AVX-512 with its integer dot products, but without VBMI or GFNI.
+    VnniBase,
     /// AVX2 with FMA, F16C, and the integer dot products of AVX-VNNI.
     Avx2Vnni,
-    /// AVX-512 (F, BW, DQ, VL).
+    /// AVX-512 (F, BW, DQ, VL), multiplying bytes as with AVX2.
     Avx512,
     /// AVX2 with FMA and F16C.
     Avx2,
@@ -71,8 +75,9 @@ pub enum Variant {
 
 impl Variant {
     /// Every variant, the best one first.
-    pub const ALL: [Variant; 7] = [
+    pub const ALL: [Variant; 8] = [
         Variant::Vnni,
+        Variant::VnniBase,
         Variant::Avx2Vnni,
         Variant::Avx512,
         Variant::Avx2,
@@ -85,6 +90,7 @@ impl Variant {
     pub fn name(self) -> &'static str {
         match self {
             Variant::Vnni => "avx512-vnni",
+            Variant::VnniBase => "avx512-vnni-base",
             Variant::Avx2Vnni => "avx2-vnni",
             Variant::Avx512 => "avx512",
             Variant::Avx2 => "avx2",
@@ -101,7 +107,7 @@ impl Variant {
 
     /// Whether products of integers are faster than those of numbers with it.
     pub fn prefers_integers(self) -> bool {
-        matches!(self, Variant::Vnni | Variant::Avx2Vnni | Variant::Avx2 | Variant::NeonDotprod)
+        !matches!(self, Variant::Neon | Variant::Portable)
     }
 
     /// Whether this machine can run it.
@@ -342,7 +348,7 @@ static PORTABLE: Kernels = kernels!(simd::Portable, Variant::Portable);
 #[cfg(target_arch = "x86_64")]
 static AVX2: Kernels = Kernels {
     // SAFETY: `table` hands this out only where the features are.
-    fill: |ty, rows, columns, panel| unsafe { avx2::fill(ty, rows, columns, panel) },
+    fill: |ty, rows, columns, panel| unsafe { avx2_fill::fill(ty, rows, columns, panel) },
     prefetch: vnni::prefetch,
     int_product: avx2::product,
     ..kernels!(x86::Avx2, Variant::Avx2, "avx2,fma,f16c")
@@ -352,19 +358,25 @@ static AVX2: Kernels = Kernels {
 static AVX2_VNNI: Kernels = Kernels { variant: Variant::Avx2Vnni, int_product: avx2::product_vnni, ..AVX2 };
 
 #[cfg(target_arch = "x86_64")]
-static AVX512: Kernels =
-    kernels!(x86::Avx512, Variant::Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+static AVX512: Kernels = Kernels {
+    fill: AVX2.fill,
+    prefetch: vnni::prefetch,
+    // SAFETY: `table` hands this out only where the features are.
+    stream: |from, to| unsafe { vnni::stream(from, to) },
+    int_product: avx2::product,
+    ..kernels!(x86::Avx512, Variant::Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+};
+
+#[cfg(target_arch = "x86_64")]
+static VNNI_BASE: Kernels = Kernels { variant: Variant::VnniBase, int_product: vnni::product, ..AVX512 };
 
 #[cfg(target_arch = "x86_64")]
 static VNNI: Kernels = Kernels {
+    variant: Variant::Vnni,
     // SAFETY: `table` hands this out only where the features are.
     fill: |ty, rows, columns, panel| unsafe { vnni_fill::fill(ty, rows, columns, panel) },
-    prefetch: vnni::prefetch,
-    // SAFETY: as above.
-    stream: |from, to| unsafe { vnni::stream(from, to) },
-    int_product: vnni::product,
     gemv: |ty| blocks::knows(ty).then_some(vnni_gemv::gemv as Gemv),
-    ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+    ..VNNI_BASE
 };
 
 /// The table of a variant, if this machine can run it.
@@ -378,12 +390,11 @@ fn table(variant: Variant) -> Option<&'static Kernels> {
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl");
-    let vnni = avx512
-        && is_x86_feature_detected!("avx512vnni")
-        && is_x86_feature_detected!("avx512vbmi")
-        && is_x86_feature_detected!("gfni");
+    let base = avx512 && is_x86_feature_detected!("avx512vnni");
+    let vnni = base && is_x86_feature_detected!("avx512vbmi") && is_x86_feature_detected!("gfni");
     match variant {
         Variant::Vnni => vnni.then_some(&VNNI),
+        Variant::VnniBase => base.then_some(&VNNI_BASE),
         Variant::Avx2Vnni => (avx2 && is_x86_feature_detected!("avxvnni")).then_some(&AVX2_VNNI),
         Variant::Avx512 => avx512.then_some(&AVX512),
         Variant::Avx2 => avx2.then_some(&AVX2),
@@ -407,7 +418,7 @@ fn table(variant: Variant) -> Option<&'static Kernels> {
         Variant::NeonDotprod => is_aarch64_feature_detected!("dotprod").then_some(&NEON_DOTPROD),
         Variant::Neon => Some(&NEON),
         Variant::Portable => Some(&PORTABLE),
-        Variant::Vnni | Variant::Avx2Vnni | Variant::Avx512 | Variant::Avx2 => None,
+        Variant::Vnni | Variant::VnniBase | Variant::Avx2Vnni | Variant::Avx512 | Variant::Avx2 => None,
     }
 }
 

@@ -8,6 +8,7 @@
 #[allow(dead_code)] // what the backend alone uses
 mod kernels {
     mod avx2;
+    mod avx2_fill;
     mod blocks;
     pub(crate) mod int8;
     mod lanes;
@@ -35,9 +36,10 @@ mod kernels {
         pub(crate) Numbers,
     );
 
-    pub(crate) const VARIANTS: [Variant; 3] = [
-        Variant("avx2", avx2::product, avx2::fill, numbers_256),
-        Variant("avx2-vnni", avx2::product_vnni, avx2::fill, numbers_256),
+    pub(crate) const VARIANTS: [Variant; 4] = [
+        Variant("avx2", avx2::product, avx2_fill::fill, numbers_256),
+        Variant("avx2-vnni", avx2::product_vnni, avx2_fill::fill, numbers_256),
+        Variant("avx512-vnni-base", vnni::product, avx2_fill::fill, numbers_512),
         Variant("avx512-vnni", vnni::product, vnni_fill::fill, numbers_512),
     ];
 

@@ -1,4 +1,4 @@
-//! Integers for processors with AVX2, with and without its integer dot products (AVX-VNNI).
+//! Products of integers for processors with AVX2, with and without its integer dot products (AVX-VNNI).
 //!
 //! Without them, bytes are multiplied by an instruction that adds two products to sixteen bits and cuts off
 //! what does not fit. Three ways around that, by how far the weights of a type lie apart: few bits leave room
@@ -9,13 +9,11 @@
 
 use std::arch::x86_64::*;
 
-use quant::Type;
-
-use super::int8::{self, COLUMNS, Codes, Form, MAGIC, MAGIC_BITS, ORDER, PANEL, Panel};
+use super::int8::{Codes, Form, MAGIC, MAGIC_BITS, PANEL, Panel, SHIFT};
 use super::product::Target;
 use super::tiles::{Dots, Lanes, product as tiled};
 
-/// As [`int8::product`], with AVX-VNNI.
+/// As [`super::int8::product`], with AVX-VNNI.
 ///
 /// # Safety
 /// As there; the processor must have AVX2 and AVX-VNNI.
@@ -31,7 +29,7 @@ pub(super) unsafe fn product_vnni(
     unsafe { tiled::<Vnni, 2>(x, panels, out, shape, add) }
 }
 
-/// As [`int8::product`], with AVX2 alone.
+/// As [`super::int8::product`], with AVX2 alone.
 ///
 /// # Safety
 /// As there; the processor must have AVX2.
@@ -211,7 +209,7 @@ impl Dots for Signed {
     unsafe fn weights(from: *const u8, _: Form) -> (Four, Four) {
         // SAFETY: the caller's promise; only reached from functions compiled with AVX2.
         unsafe {
-            let shift = _mm256_set1_epi8(int8::SHIFT as i8);
+            let shift = _mm256_set1_epi8(SHIFT as i8);
             let signed = load(from).map(|weights| _mm256_xor_si256(weights, shift));
             (signed, signed.map(|weights| _mm256_abs_epi8(weights)))
         }
@@ -229,51 +227,5 @@ impl Dots for Signed {
             }
         }
         sums
-    }
-}
-
-/// As [`int8::fill`].
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
-    int8::fill(ty, rows, columns, panel, |natural, columns, panel| transpose(natural, columns, panel));
-}
-
-/// As [`int8::transpose`]: 16 columns of eight rows at a time, four rows in each half of a vector.
-#[inline]
-#[target_feature(enable = "avx2")]
-fn transpose(natural: &[[u8; COLUMNS]; PANEL], columns: usize, panel: &mut Panel) {
-    const INDEX: [i8; 32] = {
-        let mut index = [0; 32];
-        let mut i = 0;
-        while i < 32 {
-            index[i] = ORDER[i % 16] as i8;
-            i += 1;
-        }
-        index
-    };
-    // SAFETY: 16 columns below COLUMNS of each row; four steps of the panel.
-    unsafe {
-        let index = _mm256_loadu_si256(INDEX.as_ptr().cast());
-        for first in (0..columns).step_by(16) {
-            for half in 0..2 {
-                let pair = |r: usize| {
-                    let row = |r: usize| _mm_loadu_si128(natural[8 * half + r].as_ptr().add(first).cast());
-                    _mm256_shuffle_epi8(_mm256_set_m128i(row(r + 4), row(r)), index)
-                };
-                let rows = [pair(0), pair(1), pair(2), pair(3)];
-                let low = [_mm256_unpacklo_epi32(rows[0], rows[1]), _mm256_unpacklo_epi32(rows[2], rows[3])];
-                let high = [_mm256_unpackhi_epi32(rows[0], rows[1]), _mm256_unpackhi_epi32(rows[2], rows[3])];
-                let words = [
-                    _mm256_unpacklo_epi64(low[0], low[1]),
-                    _mm256_unpackhi_epi64(low[0], low[1]),
-                    _mm256_unpacklo_epi64(high[0], high[1]),
-                    _mm256_unpackhi_epi64(high[0], high[1]),
-                ];
-                for (step, word) in words.into_iter().enumerate() {
-                    let to = panel.q.as_mut_ptr().add(first / 4 + step).cast::<__m256i>().add(half);
-                    _mm256_store_si256(to, word);
-                }
-            }
-        }
     }
 }

@@ -193,13 +193,30 @@ pub(super) fn fill(
     panel: &mut Panel,
     transpose: impl Fn(&[[u8; COLUMNS]; PANEL], usize, &mut Panel),
 ) {
+    let unpack = |bytes: &[u8], q: &mut [u8], scales: &mut [f32], offsets: &mut [f32]| {
+        unpack::unpack(ty, bytes, q, scales, offsets);
+    };
+    fill_with(unpack::form(ty), rows, columns, panel, (unpack, transpose));
+}
+
+/// As [`fill`], given what decodes a row (as [`unpack::unpack`]) and what transposes (as [`transpose`]).
+#[inline(always)]
+pub(super) fn fill_with(
+    form: Form,
+    rows: &[&[u8]],
+    columns: usize,
+    panel: &mut Panel,
+    (unpack, transpose): (
+        impl Fn(&[u8], &mut [u8], &mut [f32], &mut [f32]),
+        impl Fn(&[[u8; COLUMNS]; PANEL], usize, &mut Panel),
+    ),
+) {
     let mut natural = [[0; COLUMNS]; PANEL];
-    let form = unpack::form(ty);
     let runs = columns / if form.halves { 16 } else { 32 };
     for (row, (bytes, natural)) in rows.iter().zip(&mut natural).enumerate() {
         let mut scales = [0.0; COLUMNS / 16];
         let mut offsets = [0.0; COLUMNS / 16];
-        unpack::unpack(ty, bytes, &mut natural[..columns], &mut scales, &mut offsets);
+        unpack(bytes, &mut natural[..columns], &mut scales, &mut offsets);
         for run in 0..runs {
             panel.scales[run][row] = scales[run];
             if form.offset {

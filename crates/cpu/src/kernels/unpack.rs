@@ -94,7 +94,7 @@ pub(super) fn unpack(ty: Type, bytes: &[u8], q: &mut [u8], scales: &mut [f32], o
 
 /// Calls `block` on every block with its integers, scales and offsets.
 #[inline(always)]
-fn each<const BYTES: usize, const LEN: usize, const RUNS: usize>(
+pub(super) fn each<const BYTES: usize, const LEN: usize, const RUNS: usize>(
     bytes: &[u8],
     q: &mut [u8],
     scales: &mut [f32],
@@ -290,7 +290,7 @@ fn iq2_s(block: &[u8; 82], q: &mut [u8; 256], scales: &mut [f32; 16], _: &mut [f
 }
 
 #[inline(always)]
-fn quarter_scales(d: f32, field: &[u8], scales: &mut [f32; 16]) {
+pub(super) fn quarter_scales(d: f32, field: &[u8], scales: &mut [f32; 16]) {
     for (run, scale) in scales.iter_mut().enumerate() {
         *scale = d * (0.5 + f32::from(nibble(field, run))) * 0.25;
     }
@@ -362,22 +362,22 @@ fn pair(a: [u8; 4], b: [u8; 4]) -> [u8; 8] {
 }
 
 #[inline(always)]
-fn nibble(field: &[u8], i: usize) -> u8 {
+pub(super) fn nibble(field: &[u8], i: usize) -> u8 {
     field[i / 2] >> (i % 2 * 4) & 15
 }
 
 #[inline(always)]
-fn half_at(block: &[u8], at: usize) -> f32 {
+pub(super) fn half_at(block: &[u8], at: usize) -> f32 {
     f16_to_f32(u16_at(block, at))
 }
 
 #[inline(always)]
-fn u16_at(block: &[u8], at: usize) -> u16 {
+pub(super) fn u16_at(block: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([block[at], block[at + 1]])
 }
 
 #[inline(always)]
-fn word_at(block: &[u8], at: usize) -> u32 {
+pub(super) fn word_at(block: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 
