@@ -146,9 +146,9 @@ pub(crate) struct Kernels {
     pub(crate) gated: Gated,
     /// Rows added to others: see [`finish::add_rows`].
     pub(crate) add_rows: AddRows,
-    /// Products of integers for up to [`GEMV_ROWS`] rows, for types that have a kernel for them: weight rows, x,
+    /// Products of integers for up to [`GEMV_ROWS`] rows, where there is a kernel for them: type, weight rows, x,
     /// out [rows][PANEL], bytes that will be needed next.
-    pub(crate) gemv: fn(Type) -> Option<Gemv>,
+    pub(crate) gemv: Option<Gemv>,
     /// Products with columns: see [`product::sum_form`].
     pub(crate) sum_form: SumForm,
     /// Σ a · b.
@@ -234,7 +234,7 @@ macro_rules! kernels {
         }
         $(#[target_feature(enable = $features)])?
         fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
-            int8::fill(ty, rows, columns, panel, int8::transpose);
+            int8::fill(ty, rows, columns, panel);
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn int_product(
@@ -323,7 +323,7 @@ macro_rules! kernels {
             int_product,
             gated,
             add_rows,
-            gemv: |_| None,
+            gemv: None,
             sum_form,
             dot: |a, b| unsafe { dot(a, b) },
             rms_norm: |x, weight, eps, out| unsafe { rms_norm(x, weight, eps, out) },
@@ -375,8 +375,17 @@ static VNNI: Kernels = Kernels {
     variant: Variant::Vnni,
     // SAFETY: `table` hands this out only where the features are.
     fill: |ty, rows, columns, panel| unsafe { vnni_fill::fill(ty, rows, columns, panel) },
+<<<<<<< HEAD
     gemv: |ty| blocks::knows(ty).then_some(vnni_gemv::gemv as Gemv),
     ..VNNI_BASE
+=======
+    prefetch: vnni::prefetch,
+    // SAFETY: as above.
+    stream: |from, to| unsafe { vnni::stream(from, to) },
+    int_product: vnni::product,
+    gemv: Some(vnni_gemv::gemv),
+    ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+>>>>>>> main
 };
 
 /// The table of a variant, if this machine can run it.

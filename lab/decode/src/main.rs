@@ -8,7 +8,7 @@
 #[path = "../../../crates/cpu/src/kernels"]
 #[allow(dead_code)] // what the backend alone uses
 mod kernels {
-    pub(crate) mod blocks;
+    mod blocks;
     pub(crate) mod int8;
     mod lanes;
     mod product;
@@ -30,9 +30,14 @@ mod kernels {
         unsafe { vnni_fill::fill(ty, rows, COLUMNS, panel) }
     }
 
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    fn loops(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
+        int8::fill(ty, rows, COLUMNS, panel);
+    }
+
     pub(crate) fn fill_by_tables(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
         // SAFETY: features checked in `main`.
-        unsafe { vnni_fill::fill_by_tables(ty, rows, COLUMNS, panel) }
+        unsafe { loops(ty, rows, panel) }
     }
 
     /// As [`vnni::product`].
@@ -191,10 +196,6 @@ fn main() {
         let table = decoding(|rows, panel| kernels::fill_by_tables(ty, rows, panel), first, &mut panel);
         let register = decoding(|rows, panel| kernels::fill(ty, rows, panel), first, &mut panel);
         print!("{:8} {table:7.1} {register:7.1} |", ty.name());
-        if !kernels::blocks::knows(ty) {
-            println!();
-            continue;
-        }
         for count in [1, 2, 4] {
             let (mut out, mut expected) = (vec![0.0; NEAR * count], vec![0.0; NEAR * count]);
             gemv(ty, &near, &x[..count], &mut out);

@@ -8,7 +8,7 @@
 #[path = "../../../crates/cpu/src/kernels"]
 #[allow(dead_code)] // what the backend alone uses
 mod kernels {
-    pub(crate) mod blocks;
+    mod blocks;
     pub(crate) mod int8;
     mod lanes;
     mod product;
@@ -29,9 +29,14 @@ mod kernels {
         unsafe { vnni_fill::fill(ty, rows, COLUMNS, panel) }
     }
 
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    fn loops(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
+        int8::fill(ty, rows, COLUMNS, panel);
+    }
+
     pub(crate) fn fill_by_tables(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
         // SAFETY: features checked in `main`.
-        unsafe { vnni_fill::fill_by_tables(ty, rows, COLUMNS, panel) }
+        unsafe { loops(ty, rows, panel) }
     }
 
     /// As [`vnni::product`].

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::kernels::{Codes, GEMV_ROWS, GROUP, GROUPS, Kernels, PANEL, Panel, form, is_integer};
+use crate::kernels::{Codes, GEMV_ROWS, GROUP, GROUPS, Gemv, Kernels, PANEL, Panel, form, is_integer};
 use crate::memory::{Out, Rows, reserve};
 use crate::team::{Scratch, Team};
 
@@ -88,8 +88,8 @@ pub(super) fn panels(
     x: Rows<Codes>,
     mut emit: impl FnMut(Range<usize>, &mut [f32], usize),
 ) {
-    if x.count() <= GEMV_ROWS && weights.iter().all(|weights| (kernels.gemv)(weights.ty).is_some()) {
-        return few(kernels, scratch, (weights, ahead), x, emit);
+    if let Some(gemv) = kernels.gemv.filter(|_| x.count() <= GEMV_ROWS) {
+        return few(gemv, scratch, (weights, ahead), x, emit);
     }
     let groups = weights[0].cols / GROUP;
     let per_row = Codes::per_row(weights[0].cols);
@@ -169,7 +169,7 @@ unsafe fn multiply(
 
 /// As [`panels`], for few rows: weights are multiplied as they are decoded.
 fn few(
-    kernels: &Kernels,
+    gemv: Gemv,
     scratch: &mut Scratch,
     (weights, ahead): (&[Weights], usize),
     x: Rows<Codes>,
@@ -187,12 +187,10 @@ fn few(
         for (row, bytes) in rows.iter_mut().zip(weights.bytes.chunks_exact(row_bytes)) {
             *row = bytes;
         }
-        if let Some(gemv) = (kernels.gemv)(weights.ty) {
-            let out = (&mut scratch.tile[p * PANEL..], stride);
-            let next = weights.bytes.as_ptr().wrapping_add(ahead);
-            // SAFETY: each start points to a row as long as the weights'.
-            unsafe { gemv(weights.ty, &rows[..weights.rows], &starts[..count], out, next) };
-        }
+        let out = (&mut scratch.tile[p * PANEL..], stride);
+        let next = weights.bytes.as_ptr().wrapping_add(ahead);
+        // SAFETY: each start points to a row as long as the weights'.
+        unsafe { gemv(weights.ty, &rows[..weights.rows], &starts[..count], out, next) };
     }
     emit(0..count, &mut scratch.tile[..count * stride], stride);
 }

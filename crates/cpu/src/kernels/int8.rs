@@ -186,6 +186,7 @@ pub(super) unsafe fn round_group(x: &[f32; GROUP], codes: *mut Codes, group: usi
 /// Decodes some columns of up to [`PANEL`] rows, given as their blocks. Rows behind the last one hold
 /// anything.
 #[inline(always)]
+<<<<<<< HEAD
 pub(super) fn fill(
     ty: Type,
     rows: &[&[u8]],
@@ -211,6 +212,9 @@ pub(super) fn fill_with(
         impl Fn(&[[u8; COLUMNS]; PANEL], usize, &mut Panel),
     ),
 ) {
+=======
+pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
+>>>>>>> main
     let mut natural = [[0; COLUMNS]; PANEL];
     let runs = columns / if form.halves { 16 } else { 32 };
     for (row, (bytes, natural)) in rows.iter().zip(&mut natural).enumerate() {
@@ -229,7 +233,7 @@ pub(super) fn fill_with(
 
 /// Rows of natural order to columns of four in [`ORDER`].
 #[inline(always)]
-pub(super) fn transpose(natural: &[[u8; COLUMNS]; PANEL], columns: usize, panel: &mut Panel) {
+fn transpose(natural: &[[u8; COLUMNS]; PANEL], columns: usize, panel: &mut Panel) {
     for (row, natural) in natural.iter().enumerate() {
         let halves = natural[..columns].as_chunks::<16>().0;
         for (half, to) in halves.iter().zip(panel.q.as_chunks_mut::<4>().0) {
