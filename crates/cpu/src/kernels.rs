@@ -375,17 +375,8 @@ static VNNI: Kernels = Kernels {
     variant: Variant::Vnni,
     // SAFETY: `table` hands this out only where the features are.
     fill: |ty, rows, columns, panel| unsafe { vnni_fill::fill(ty, rows, columns, panel) },
-<<<<<<< HEAD
-    gemv: |ty| blocks::knows(ty).then_some(vnni_gemv::gemv as Gemv),
-    ..VNNI_BASE
-=======
-    prefetch: vnni::prefetch,
-    // SAFETY: as above.
-    stream: |from, to| unsafe { vnni::stream(from, to) },
-    int_product: vnni::product,
     gemv: Some(vnni_gemv::gemv),
-    ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
->>>>>>> main
+    ..VNNI_BASE
 };
 
 /// The table of a variant, if this machine can run it.

@@ -186,21 +186,17 @@ pub(super) unsafe fn round_group(x: &[f32; GROUP], codes: *mut Codes, group: usi
 /// Decodes some columns of up to [`PANEL`] rows, given as their blocks. Rows behind the last one hold
 /// anything.
 #[inline(always)]
-<<<<<<< HEAD
-pub(super) fn fill(
-    ty: Type,
-    rows: &[&[u8]],
-    columns: usize,
-    panel: &mut Panel,
-    transpose: impl Fn(&[[u8; COLUMNS]; PANEL], usize, &mut Panel),
-) {
-    let unpack = |bytes: &[u8], q: &mut [u8], scales: &mut [f32], offsets: &mut [f32]| {
-        unpack::unpack(ty, bytes, q, scales, offsets);
-    };
-    fill_with(unpack::form(ty), rows, columns, panel, (unpack, transpose));
+pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
+    fill_with(unpack::form(ty), rows, columns, panel, (by_type(ty), transpose));
 }
 
-/// As [`fill`], given what decodes a row (as [`unpack::unpack`]) and what transposes (as [`transpose`]).
+/// What decodes a row of blocks: bytes, integers, scales, offsets.
+#[inline(always)]
+pub(super) fn by_type(ty: Type) -> impl Fn(&[u8], &mut [u8], &mut [f32], &mut [f32]) {
+    move |bytes, q, scales, offsets| unpack::unpack(ty, bytes, q, scales, offsets)
+}
+
+/// As [`fill`], given what decodes a row and what transposes as [`transpose`] does.
 #[inline(always)]
 pub(super) fn fill_with(
     form: Form,
@@ -212,9 +208,6 @@ pub(super) fn fill_with(
         impl Fn(&[[u8; COLUMNS]; PANEL], usize, &mut Panel),
     ),
 ) {
-=======
-pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
->>>>>>> main
     let mut natural = [[0; COLUMNS]; PANEL];
     let runs = columns / if form.halves { 16 } else { 32 };
     for (row, (bytes, natural)) in rows.iter().zip(&mut natural).enumerate() {

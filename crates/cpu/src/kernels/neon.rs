@@ -7,6 +7,7 @@ use quant::Type;
 
 use super::int8::{self, COLUMNS, ORDER, PANEL, Panel};
 use super::simd::Simd;
+use super::unpack;
 
 /// 4 lanes.
 pub(super) struct Neon;
@@ -125,7 +126,7 @@ pub(super) fn prefetch(bytes: *const u8, len: usize) {
 
 /// As [`int8::fill`].
 pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
-    int8::fill(ty, rows, columns, panel, transpose);
+    int8::fill_with(unpack::form(ty), rows, columns, panel, (int8::by_type(ty), transpose));
 }
 
 /// As [`int8::transpose`]: 16 columns of four rows at a time.

@@ -38,7 +38,7 @@ fn panels_of_any_bits() {
             let bytes: Vec<Vec<u8>> = (0..rows).map(|_| (0..len).map(|_| next()).collect()).collect();
             let bytes: Vec<&[u8]> = bytes.iter().map(Vec::as_slice).collect();
             let mut expected = Box::new(Panel::ZERO);
-            fill(ty, &bytes, columns, &mut expected, transpose);
+            fill(ty, &bytes, columns, &mut expected);
             for kernels in tables() {
                 let what = format!("{}: {ty}, {rows} × {columns}", kernels.variant);
                 let mut found = Box::new(Panel::ZERO);
