@@ -8,6 +8,7 @@ mod blocks;
 mod conv;
 mod decode;
 mod delta;
+mod int16;
 mod int8;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
@@ -17,6 +18,8 @@ mod simd;
 mod unpack;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
+#[cfg(target_arch = "x86_64")]
+mod vnni_attention;
 #[cfg(target_arch = "x86_64")]
 mod vnni_fill;
 #[cfg(target_arch = "x86_64")]
@@ -33,6 +36,7 @@ use crate::error::Error;
 pub(crate) use conv::Convolution;
 pub(crate) use delta::{Cell, Step, room as cell_room};
 pub(crate) use int8::{COLUMNS, Form, GROUP, Group, PANEL, Panel};
+pub(crate) use int16::{Block, IntAttention, Row, TILE, WIDEST};
 use product::{Factor, Target};
 pub(crate) use unpack::{form, is_integer};
 
@@ -131,6 +135,8 @@ pub(crate) struct Kernels {
     pub(crate) exp: fn(&mut [f32]),
     /// A block of an online softmax: scores, scale, largest so far; returns largest, correction, sum.
     pub(crate) softmax_block: SoftmaxBlock,
+    /// Attention on integers.
+    pub(crate) int_attention: &'static IntAttention,
     /// Columns of a tile of a state.
     pub(crate) state_columns: usize,
     /// The delta rule for the rows of a cell: see [`delta::cell`].
@@ -250,6 +256,14 @@ macro_rules! kernels {
             rows::softmax_block::<$simd>(scores, scale, largest)
         }
         $(#[target_feature(enable = $features)])?
+        fn weigh(block: &Block, queries: &[i16], rows: &mut [Row], weights: &mut [i16]) {
+            int16::weigh::<$simd>(block, queries, rows, weights);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn sum(block: &Block, rows: &[Row], weights: &[i16], out: &mut [f32]) {
+            int16::sum::<$simd>(block, rows, weights, out);
+        }
+        $(#[target_feature(enable = $features)])?
         fn delta_cell(
             cell: &Cell, room: &mut [f32], values: &mut [f32], state: &mut [f32],
             snapshots: &mut [(usize, &mut [f32])],
@@ -284,6 +298,12 @@ macro_rules! kernels {
             add_scaled: |a, x, y| unsafe { add_scaled(a, x, y) },
             exp: |x| unsafe { exp(x) },
             softmax_block: |scores, scale, largest| unsafe { softmax_block(scores, scale, largest) },
+            int_attention: &IntAttention {
+                round: int16::round,
+                pack: int16::pack,
+                weigh: |block, queries, rows, weights| unsafe { weigh(block, queries, rows, weights) },
+                sum: |block, rows, weights, out| unsafe { sum(block, rows, weights, out) },
+            },
             state_columns: delta::VECTORS * <$simd as simd::Simd>::LANES,
             delta_cell: |cell, room, values, state, snapshots| unsafe {
                 delta_cell(cell, room, values, state, snapshots)
@@ -308,6 +328,7 @@ static VNNI: Kernels = Kernels {
     fill: |ty, rows, columns, panel| unsafe { vnni_fill::fill(ty, rows, columns, panel) },
     prefetch: vnni::prefetch,
     int_product: vnni::product,
+    int_attention: &vnni_attention::FUNCTIONS,
     gemv: |ty| blocks::knows(ty).then_some(vnni_gemv::gemv as Gemv),
     ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 };
