@@ -56,6 +56,8 @@ pub enum Command {
 pub enum BackendName {
     /// Multi-threaded SIMD.
     Cpu,
+    /// One NVIDIA GPU that holds the whole model.
+    Cuda,
     /// Plain and slow, in double precision where it matters: the measure of the others.
     Reference,
     /// The reference, rounding activations as llama.cpp's kernels do.

@@ -34,6 +34,9 @@ pub enum Failure {
     /// Starting the CPU backend.
     #[error(transparent)]
     Cpu(#[from] cpu::Error),
+    /// Starting the CUDA backend.
+    #[error(transparent)]
+    Cuda(#[from] cuda::Error),
     /// Making files.
     #[error(transparent)]
     Forge(forge::Error),

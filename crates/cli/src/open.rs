@@ -103,6 +103,10 @@ pub fn backend(
             let weights = load(model, quiet)?;
             return Ok(Box::new(cpu::Cpu::new(model.clone(), weights, limits, options)?));
         }
+        BackendName::Cuda => {
+            let weights = load(model, quiet)?;
+            return Ok(Box::new(cuda::Cuda::new(model.clone(), &weights, limits, cuda::Options::default())?));
+        }
         BackendName::Reference => reference::Rounding::None,
         BackendName::ReferenceLlama => reference::Rounding::LlamaCpp,
     };

@@ -62,10 +62,13 @@ impl Observer for Profile {
         &mut self,
         step: &Step,
         elapsed: Duration,
-        _: &mut dyn Backend,
+        backend: &mut dyn Backend,
         _: PassId,
     ) -> Result<(), model::Error> {
-        *self.stages.entry(step.stage).or_default() += elapsed;
+        // A backend that enqueues still has the work of the call before it.
+        let began = Instant::now();
+        backend.sync()?;
+        *self.stages.entry(step.stage).or_default() += elapsed + began.elapsed();
         Ok(())
     }
 }

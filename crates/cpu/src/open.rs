@@ -5,7 +5,7 @@ use std::ops::Range;
 use model::state::OpenPass;
 use model::{Pass, Spec, Stage};
 
-use crate::kernels::{GROUP, Group};
+use crate::kernels::Codes;
 use crate::memory::{Aligned, reserve};
 
 /// A pass between begin and commit.
@@ -24,10 +24,10 @@ pub(crate) struct Buffers {
     pub(crate) hidden: Aligned,
     /// Normed rows, input of whatever follows a norm: [rows, hidden].
     pub(crate) norm: Aligned,
-    /// `norm` as integers: [rows, hidden / GROUP].
-    pub(crate) codes: Vec<Group>,
+    /// `norm` as integers: [rows, blocks of hidden].
+    pub(crate) codes: Vec<Codes>,
     /// Other inputs of products as integers.
-    pub(crate) block_codes: Vec<Group>,
+    pub(crate) block_codes: Vec<Codes>,
     /// Sum of shared and routed experts: [rows, hidden].
     pub(crate) sum: Aligned,
     /// What lives between the stages of a block of rows; see [`carve`].
@@ -43,7 +43,7 @@ pub(crate) struct Buffers {
     /// Final hidden states of the rows that want logits or hidden states.
     pub(crate) last: Vec<f32>,
     /// The same as integers.
-    pub(crate) last_codes: Vec<Group>,
+    pub(crate) last_codes: Vec<Codes>,
     /// Those rows.
     pub(crate) last_rows: Vec<usize>,
     /// Logits of the rows that want them.
@@ -69,7 +69,7 @@ impl Buffers {
         for buffer in [&mut self.hidden, &mut self.norm, &mut self.sum] {
             buffer.reserve(rows * spec.hidden);
         }
-        reserve(&mut self.codes, rows * (spec.hidden / GROUP), Group::ZERO);
+        reserve(&mut self.codes, rows * Codes::per_row(spec.hidden), Codes::ZERO);
         for buffer in [&mut self.ids, &mut self.weights] {
             buffer.reserve(rows * spec.moe.used);
         }
@@ -85,7 +85,7 @@ impl Buffers {
         self.block.reserve(most.unwrap_or(0));
         let widest = [spec.delta.value_dim(), spec.attention.query_dim(), spec.moe.shared_width];
         let widest = widest.into_iter().max().unwrap_or(0);
-        reserve(&mut self.block_codes, block * (widest / GROUP), Group::ZERO);
+        reserve(&mut self.block_codes, block * Codes::per_row(widest), Codes::ZERO);
         self.pairs.valid = false;
     }
 }

@@ -154,14 +154,6 @@ pub(super) fn gate<S: Simd>(x: &mut [f32], scale: f32, gate: &[f32]) {
     }
 }
 
-/// y ← y + a · x.
-#[inline(always)]
-pub(super) fn add_scaled<S: Simd>(a: f32, x: &[f32], y: &mut [f32]) {
-    for (y, &x) in y.iter_mut().zip(x) {
-        *y = S::fma1(a, x, *y);
-    }
-}
-
 /// One block of an online softmax: given raw scores and the largest scaled score so far, replaces scores by
 /// exp(score · scale − largest) and returns the new largest, the factor exp(old − new) for what was summed
 /// before, and the sum.
