@@ -183,7 +183,8 @@ pub(crate) fn mix(
     let mut block = std::mem::take(&mut open.buffers.block);
     let [q, gate, ..] = carve(&mut block, parts(spec, rows.len()));
     let width = attention.head_dim.next_multiple_of(TILE);
-    let integers = !team.exact && host.shape().kv == KvType::F16 && width <= WIDEST;
+    let wanted = team.kernels.int_attention.is_fast && !team.exact;
+    let integers = wanted && host.shape().kv == KvType::F16 && width <= WIDEST;
     // The more rows, the fewer times are keys and values rounded.
     let mut tile_rows = if integers { GRID } else { TILE_ROWS };
     while tile_rows > TILE_ROWS && rows.len() / tile_rows * attention.kv_heads < UNITS * team.threads() {

@@ -11,8 +11,6 @@ typedef float Kv;
 typedef u16 Kv;
 #endif
 
-DEVICE float kv_value(float x) { return x; }
-DEVICE float kv_value(u16 x) { return f16_value(x); }
 DEVICE void kv_store(float *to, float x) { *to = x; }
 DEVICE void kv_store(u16 *to, float x) { *to = f16(x); }
 
@@ -105,6 +103,15 @@ DEVICE void load_block(u32 to, const u16 *from) {
 
 DEVICE void store_16(u32 at, const u32 x[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
+/// Eight numbers to shared memory as f16.
+DEVICE void load_single(u16 *to, const u16 *from) { copy_16(shared_address(to), from, true); }
+
+DEVICE void load_single(u16 *to, const float *from) {
+    u32 packed[4];
+    for (int j = 0; j < 4; j++) packed[j] = f16_pair(from[2 * j], from[2 * j + 1]);
+    store_16(shared_address(to), packed);
 }
 
 DEVICE void load_block(u32 to, const float *from) {
@@ -238,48 +245,76 @@ struct Single {
     int blocks;              // of the longest sequence
 };
 
-const int LANE = DIM / 32; // numbers of a head that a lane holds
+/// Where number i of position k of a block lies in shared memory, f16: rows are padded by 16 bytes.
+DEVICE int block_at(int k, int i) { return k * (DIM + 8) + i; }
 
-/// One query over a block of 64 keys. Grid: (blocks, kv heads, rows); a warp for each query head of the kv head, in turns.
+/// The queries that share a kv head over a block of 64 keys. Grid: (blocks, kv heads, rows); DIM threads; shared memory:
+/// keys and values of the block, group · (DIM + 64) floats.
 KERNEL void attn_single(Single p) {
-    __shared__ float shared[8][BLOCK];
+    extern __shared__ __align__(16) u8 shared[];
     const Shape &s = p.shape;
-    int block = blockIdx.x, kv_head = blockIdx.y, group = s.heads / s.kv_heads, lane = threadIdx.x % 32;
+    int block = blockIdx.x, kv_head = blockIdx.y, group = s.heads / s.kv_heads, thread = threadIdx.x;
     long row = blockIdx.z;
     int seen = min(BLOCK, (int)p.positions[row] + 1 - block * BLOCK);
     if (seen <= 0) return;
     Kv *page = p.pages[row][block * BLOCK / PAGE];
-    long offset = (long)(block * BLOCK % PAGE) * DIM + lane * LANE;
+    long offset = (long)(block * BLOCK % PAGE) * DIM;
     const Kv *keys = head_of(page, s, 0, kv_head) + offset, *values = head_of(page, s, 1, kv_head) + offset;
-    float *scores = shared[threadIdx.x / 32];
-    for (int h = threadIdx.x / 32; h < group; h += blockDim.x / 32) {
-        int head = kv_head * group + h;
-        const float *query = p.projected + row * s.stride + head * DIM + lane * LANE;
-        float q[LANE], out[LANE], largest = -1e30f, sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < LANE; i++) q[i] = query[i] / sqrtf((float)DIM), out[i] = 0.0f;
-#pragma unroll 8
-        for (int k = 0; k < seen; k++) {
-            float dot = 0.0f;
-#pragma unroll
-            for (int i = 0; i < LANE; i++) dot = fmaf(q[i], kv_value(keys[(long)k * DIM + i]), dot);
-            dot = warp_sum(dot);
-            if (lane == 0) scores[k] = dot;
-            largest = fmaxf(largest, dot);
+    u16 *key = (u16 *)shared, *value = key + block_at(BLOCK, 0);
+    float *query = (float *)(value + block_at(BLOCK, 0)), *weights = query + group * DIM;
+    for (int i = thread * 8; i < BLOCK * DIM; i += DIM * 8) {
+        int at = block_at(i / DIM, i % DIM);
+        load_single(key + at, keys + i);
+        load_single(value + at, values + i);
+    }
+    copies_commit();
+    for (int h = 0; h < group; h++) {
+        query[h * DIM + thread] = p.projected[row * s.stride + (kv_head * group + h) * DIM + thread] / sqrtf((float)DIM);
+    }
+    copies_wait<0>();
+    __syncthreads();
+    for (int i = thread; i < BLOCK * group; i += DIM) {
+        int h = i / BLOCK, k = i % BLOCK;
+        float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+        for (int j = 0; j < DIM; j += 8) {
+            uint4 x = *(const uint4 *)(key + block_at(k, j));
+            const float4 *q = (const float4 *)(query + h * DIM + j);
+            float4 low = q[0], high = q[1];
+            sums.x = fmaf(f16_value((u16)x.x), low.x, sums.x), sums.y = fmaf(f16_value((u16)(x.x >> 16)), low.y, sums.y);
+            sums.z = fmaf(f16_value((u16)x.y), low.z, sums.z), sums.w = fmaf(f16_value((u16)(x.y >> 16)), low.w, sums.w);
+            sums.x = fmaf(f16_value((u16)x.z), high.x, sums.x), sums.y = fmaf(f16_value((u16)(x.z >> 16)), high.y, sums.y);
+            sums.z = fmaf(f16_value((u16)x.w), high.z, sums.z), sums.w = fmaf(f16_value((u16)(x.w >> 16)), high.w, sums.w);
         }
-        __syncwarp();
-#pragma unroll 8
+        weights[i] = k < seen ? (sums.x + sums.y) + (sums.z + sums.w) : -1e30f;
+    }
+    __syncthreads();
+    for (int h = thread / 32; h < group; h += DIM / 32) {
+        float *at = weights + h * BLOCK + thread % 32, x = at[0], y = at[32], largest = fmaxf(x, y);
+        for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+        at[0] = x = expf(x - largest);
+        at[32] = y = expf(y - largest);
+        float sum = warp_sum(x + y);
+        float *to = p.partial + ((row * s.heads + kv_head * group + h) * p.blocks + block) * (DIM + 2) + DIM;
+        if (thread % 32 == 0) to[0] = largest, to[1] = sum;
+    }
+    __syncthreads();
+    const int ABREAST = 8;
+    for (int first = 0; first < group; first += ABREAST) {
+        float out[ABREAST];
+#pragma unroll
+        for (int h = 0; h < ABREAST; h++) out[h] = 0.0f;
+#pragma unroll 4
         for (int k = 0; k < seen; k++) {
-            float weight = expf(scores[k] - largest);
-            sum += weight;
+            float x = f16_value(value[block_at(k, thread)]);
 #pragma unroll
-            for (int i = 0; i < LANE; i++) out[i] = fmaf(weight, kv_value(values[(long)k * DIM + i]), out[i]);
+            for (int h = 0; h < ABREAST; h++) out[h] = fmaf(weights[min(first + h, group - 1) * BLOCK + k], x, out[h]);
         }
-        __syncwarp();
-        float *to = p.partial + ((row * s.heads + head) * p.blocks + block) * (DIM + 2);
 #pragma unroll
-        for (int i = 0; i < LANE; i++) to[lane * LANE + i] = out[i];
-        if (lane == 0) to[DIM] = largest, to[DIM + 1] = sum;
+        for (int h = 0; h < ABREAST; h++) {
+            if (first + h >= group) break;
+            p.partial[((row * s.heads + kv_head * group + first + h) * p.blocks + block) * (DIM + 2) + thread] = out[h];
+        }
     }
 }
 

@@ -1,14 +1,15 @@
 // Products of many rows: out[m][n] = Σ_k a[m][k] · b[n][k], bf16 factors, sums in f32.
 //
-// A block of 256 threads (two groups of four warps) makes a tile of 256 × 128. Its rows fall into four blocks of 64:
-// group w computes blocks w and w + 2, and leaves the second out if the tile ends before it. K is walked in steps
-// of 64 through STAGES buffers of shared memory that asynchronous copies fill two steps ahead:
+// A block makes tiles of 256 × 128. Two groups of four warps multiply: a tile's rows fall into four blocks of 64, group w
+// computes blocks w and w + 2, as far as the tile has rows. The other warps bring what they multiply: K is walked in
+// steps of 64 through STAGES buffers of shared memory,
 //
-//   stage: a [256][64], b [128][64] bf16, rows of 128 bytes, 16-byte chunk c of row r at chunk c ^ (r % 8).
+//   stage: a [256][64], b [128][64] bf16, rows of 128 bytes, 16-byte chunk c of row r at chunk c ^ (r % 8),
 //
-// b is either numbers, or blocks of TYPE that are decoded on their way into a stage: each thread decodes 32 weights of a
-// row while the products of the step before run. Their bytes come through shared memory too, a span of 256 weights of
-// each row at a time, one span ahead.
+// each with a barrier for "full" and one for "empty". Those warps run ahead, over the end of a tile into the next.
+//
+// b is either numbers, or blocks of TYPE that are decoded on their way into a stage, 32 weights of a row by each thread.
+// Their bytes come through shared memory too, a span of 256 weights of each row at a time, one span ahead.
 //
 // The layout of a stage is the one the tensor cores of compute capability 9.0a read themselves (128-byte swizzle,
 // `wgmma`); others load it with `ldmatrix`. Both leave sums alike: lane l of warp w holds rows 16 w + l / 4 and + 8 of a
@@ -21,7 +22,14 @@
 #define WGMMA 0
 #endif
 
-const int TILE_M = 256, TILE_N = 128, STEP = 64, THREADS = 256;
+#ifdef TYPE
+const int PRODUCERS = 256;
+#else
+const int PRODUCERS = 128;
+#endif
+
+const int TILE_M = 256, TILE_N = 128, STEP = 64, CONSUMERS = 256, THREADS = CONSUMERS + PRODUCERS;
+const int ROWS_AT_ONCE = PRODUCERS / 8; // rows of a stage that producers copy at a time, eight chunks each
 const int A_BYTES = TILE_M * STEP * 2, B_BYTES = TILE_N * STEP * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 
 enum Then { STORE, ADD, SCALE, GATED, PAIRS };
@@ -78,10 +86,17 @@ DEVICE void multiply_tile(float c[64], u64 a, u64 b) {
         : "l"(a), "l"(b));
 }
 
-DEVICE void products_begin() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+/// Makes this thread's ordinary stores to shared memory visible to the tensor cores. It waits for the thread's
+/// asynchronous copies too, which need no such fence: so it comes before the next ones are begun.
+DEVICE void stores_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+/// Gives registers of the producers to the consumers, who hold the sums.
+template <bool MORE> DEVICE void registers() {
+    if (THREADS < 512) return;
+    if (MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
 }
 
 /// One step of BLOCKS blocks of rows.
@@ -103,7 +118,11 @@ template <int N> DEVICE void products_wait() { asm volatile("wgmma.wait_group.sy
 
 #else
 
-DEVICE void products_begin() { __syncthreads(); }
+DEVICE void stores_fence() {}
+
+DEVICE void products_begin() {}
+
+template <bool MORE> DEVICE void registers() {}
 
 template <int BLOCKS> DEVICE void products(float c[BLOCKS][64], u32 stage, int group) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -132,11 +151,48 @@ template <int N> DEVICE void products_wait() {}
 
 #endif
 
-/// Where a thread's copies come from: chunk threadIdx.x % 8 of every 32nd row.
+/// A barrier in shared memory that `count` arrivals complete; its phases have alternating parities.
+DEVICE void barrier_init(u32 barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+
+/// Arrives when this thread's asynchronous copies so far are done.
+DEVICE void barrier_arrive_copied(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+/// Waits for the end of the phase of this parity.
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    u32 done = 0;
+    while (!done) {
+#if WGMMA
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#else
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#endif
+    }
+}
+
+/// The stages as a ring: `count` steps have gone through it.
+struct Ring {
+    u32 base, full, empty;
+    int count;
+    DEVICE u32 stage(const Ring &r) { return r.base + r.count % STAGES * STAGE_BYTES; }
+    DEVICE u32 parity(const Ring &r) { return r.count / STAGES % 2; }
+    DEVICE u32 offset(int count) { return count % STAGES * 8; }
+};
+
+/// Where a producer's copies come from: chunk thread % 8 of every ROWS_AT_ONCE-th row, in numbers from the start.
 struct Sources {
-    const u16 *a[TILE_M / 32];
-    const u16 *b[TILE_N / 32];
-    u32 a_valid, b_valid;
+    u32 a[TILE_M / ROWS_AT_ONCE], b[TILE_N / ROWS_AT_ONCE];
+    u32 a_valid, b_valid; // a bit for each
+    int a_count;          // rows of a that anybody multiplies, by ROWS_AT_ONCE
 };
 
 #ifdef TYPE
@@ -146,6 +202,7 @@ const int SPAN = 256;                                            // weights
 const int SPAN_BYTES = SPAN / TYPE::LEN * TYPE::BYTES;
 const int WINDOW = (SPAN_BYTES + 15 + 15) / 16 * 16;             // bytes copied of a row: whole 16-byte words around a span
 const int SPANS_AT = STAGES * STAGE_BYTES, SPANS = TILE_N * WINDOW; // where in shared memory, and bytes of one buffer
+const int BARRIERS_AT = SPANS_AT + 2 * SPANS;
 
 /// Blocks of the rows of a tile of b.
 struct Blocks {
@@ -174,91 +231,135 @@ DEVICE const u8 *block_row(const Blocks &from, int row, int k) {
     return (second ? from.first[1] : from.first[0]) + local * from.row_bytes + k / SPAN * SPAN_BYTES;
 }
 
-/// Copies the span that begins at k.
-DEVICE void fill_span(const Blocks &from, u32 shared, int k) {
-    u32 to = shared + SPANS_AT + k / SPAN % 2 * SPANS;
-    const int WORDS = WINDOW / 16;
-    for (int i = threadIdx.x; i < TILE_N * WORDS; i += THREADS) {
-        const u8 *at = (const u8 *)((u64)block_row(from, i / WORDS, k) & ~15ull);
-        copy_16(to + i * 16, at + i % WORDS * 16, true);
-    }
+/// Copies the span that begins at k of the row this thread and its neighbour decode.
+DEVICE void fill_span(const Blocks &from, u32 shared, int thread, int k) {
+    int row = thread / 2;
+    u32 to = shared + SPANS_AT + k / SPAN % 2 * SPANS + row * WINDOW;
+    const u8 *at = (const u8 *)((u64)block_row(from, row, k) & ~15ull);
+    for (int i = thread % 2; i < WINDOW / 16; i += 2) copy_16(to + i * 16, at + i * 16, true);
 }
 
 /// Decodes the numbers k .. k + 64 of the tile of b; zeros from `end` on.
-DEVICE void fill_decoded(const Blocks &from, const u8 *shared, u32 stage, int k, int end) {
-    int row = threadIdx.x / 2, half = threadIdx.x % 2;
+DEVICE void fill_decoded(const Blocks &from, const u8 *shared, int thread, u32 stage, int k, int end) {
+    int row = thread / 2, half = thread % 2;
     u32 misaligned = (u32)(u64)block_row(from, row, k) & 15;
     const u8 *span = shared + SPANS_AT + k / SPAN % 2 * SPANS + row * WINDOW + misaligned;
     u32 run = (u32)k % SPAN / 32 + half;
-    bool inside = k + half * 32 < end;
+    uint4 numbers[4];
+    if (k + half * 32 < end) {
+        // All loads before all stores: they are many and slow.
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            u32 group = run * 4 + i;
+            float w[8];
+            TYPE::decode(span + group / (TYPE::LEN / 8) * TYPE::BYTES, group % (TYPE::LEN / 8), w);
+            numbers[i] = make_uint4(bf16_pair(w[0], w[1]), bf16_pair(w[2], w[3]), bf16_pair(w[4], w[5]), bf16_pair(w[6], w[7]));
+        }
+    } else {
+        for (int i = 0; i < 4; i++) numbers[i] = make_uint4(0, 0, 0, 0);
+    }
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-        float w[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-        u32 group = run * 4 + i;
-        if (inside) TYPE::decode(span + group / (TYPE::LEN / 8) * TYPE::BYTES, group % (TYPE::LEN / 8), w);
         u32 at = stage + A_BYTES + row * 128 + ((half * 4 + i) ^ row % 8) * 16;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(bf16_pair(w[0], w[1])),
-                     "r"(bf16_pair(w[2], w[3])), "r"(bf16_pair(w[4], w[5])), "r"(bf16_pair(w[6], w[7]))
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(numbers[i].x), "r"(numbers[i].y),
+                     "r"(numbers[i].z), "r"(numbers[i].w)
                      : "memory");
     }
+    stores_fence();
 }
 
 #else
 
 const bool BLOCKS_OF_TYPE = false;
-const int SPAN = 1 << 30;
+const int SPAN = 4 * STEP, BARRIERS_AT = STAGES * STAGE_BYTES;
 struct Blocks {};
 template <Then THEN> DEVICE Blocks blocks(const Gemm &, const Tile &, int) { return Blocks(); }
-DEVICE void fill_span(const Blocks &, u32, int) {}
-DEVICE void fill_decoded(const Blocks &, const u8 *, u32, int, int) {}
+DEVICE void fill_span(const Blocks &, u32, int, int) {}
+DEVICE void fill_decoded(const Blocks &, const u8 *, int, u32, int, int) {}
 
 #endif
-
-/// Fills a stage with the numbers k .. k + 64; zeros where there are none.
-DEVICE void fill(const Sources &from, const Blocks &coded, const u8 *shared, u32 stage, int k, int end) {
-    int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-    bool inside = k + chunk * 8 < end;
-    u32 to = stage + row * 128 + (chunk ^ row % 8) * 16;
-#pragma unroll
-    for (int i = 0; i < TILE_M / 32; i++) copy_16(to + i * 32 * 128, from.a[i] + k, inside && from.a_valid >> i & 1);
-    if (BLOCKS_OF_TYPE) {
-        if (k % SPAN == 0 && k + SPAN < end) fill_span(coded, shared_address(shared), k + SPAN);
-    } else {
-#pragma unroll
-        for (int i = 0; i < TILE_N / 32; i++) {
-            copy_16(to + A_BYTES + i * 32 * 128, from.b[i] + k, inside && from.b_valid >> i & 1);
-        }
-    }
-    copies_commit();
-    if (BLOCKS_OF_TYPE) fill_decoded(coded, shared, stage, k, end);
-}
 
 /// The place of a row of the tile of a grouped product.
 DEVICE u32 pair_at(const Gemm &p, const Tile &tile, int row) { return p.pairs[tile.first + row]; }
 
-template <Then THEN, bool GROUPED> DEVICE void sources(Sources &from, const Gemm &p, const Tile &tile, int first_n) {
-    int chunk = threadIdx.x % 8;
-    const u16 *b = p.b + tile.matrix * p.matrix;
+template <Then THEN, bool GROUPED>
+DEVICE void sources(Sources &from, const Gemm &p, const Tile &tile, int first_n, int thread) {
     from.a_valid = from.b_valid = 0;
+    from.a_count = (tile.rows + 63) / 64 * 64 / ROWS_AT_ONCE;
 #pragma unroll
-    for (int i = 0; i < TILE_M / 32; i++) {
-        int row = threadIdx.x / 8 + 32 * i;
+    for (int i = 0; i < TILE_M / ROWS_AT_ONCE; i++) {
+        int row = thread / 8 + ROWS_AT_ONCE * i;
         bool valid = row < tile.rows;
-        long at = tile.first + (valid ? row : 0);
+        u32 at = tile.first + (valid ? row : 0);
         if (GROUPED && THEN == GATED) at = valid ? pair_at(p, tile, row) / p.used : 0;
-        from.a[i] = p.a + at * p.a_stride + chunk * 8;
+        from.a[i] = at * p.a_stride + thread % 8 * 8;
         from.a_valid |= (u32)valid << i;
     }
     if (BLOCKS_OF_TYPE) return;
 #pragma unroll
-    for (int i = 0; i < TILE_N / 32; i++) {
-        int row = threadIdx.x / 8 + 32 * i;
+    for (int i = 0; i < TILE_N / ROWS_AT_ONCE; i++) {
+        int row = thread / 8 + ROWS_AT_ONCE * i;
         // GATED: half of the tile is gate rows, the other half the up rows of the same columns.
         int n = THEN == GATED ? first_n + row % (TILE_N / 2) : first_n + row;
         bool valid = n < p.n;
         if (THEN == GATED && row >= TILE_N / 2) n += p.n;
-        from.b[i] = b + (long)(valid ? n : 0) * p.k + chunk * 8;
+        from.b[i] = (valid ? n : 0) * p.k + thread % 8 * 8;
         from.b_valid |= (u32)valid << i;
+    }
+}
+
+/// Fills a stage with the numbers k .. k + 64; zeros where there are none.
+DEVICE void fill(const Gemm &p, const Sources &from, const u16 *b, int thread, u32 stage, int k) {
+    int row = thread / 8, chunk = thread % 8;
+    bool inside = k + chunk * 8 < p.k;
+    u32 to = stage + row * 128 + (chunk ^ row % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < TILE_M / ROWS_AT_ONCE; i++) {
+        bool valid = inside && from.a_valid >> i & 1;
+        if (i < from.a_count) copy_16(to + i * ROWS_AT_ONCE * 128, p.a + from.a[i] + k, valid);
+    }
+    if (BLOCKS_OF_TYPE) return;
+#pragma unroll
+    for (int i = 0; i < TILE_N / ROWS_AT_ONCE; i++) {
+        bool valid = inside && from.b_valid >> i & 1;
+        copy_16(to + A_BYTES + i * ROWS_AT_ONCE * 128, b + from.b[i] + k, valid);
+    }
+}
+
+/// Brings all steps of a tile.
+template <Then THEN, bool GROUPED>
+DEVICE void produce(const Gemm &p, const Tile &tile, int first_n, const u8 *shared, Ring &ring) {
+    int thread = threadIdx.x - CONSUMERS;
+    Sources from;
+    sources<THEN, GROUPED>(from, p, tile, first_n, thread);
+    Blocks coded = blocks<THEN>(p, tile, first_n);
+    const u16 *b = p.b + tile.matrix * p.matrix;
+    if (BLOCKS_OF_TYPE) {
+        __syncwarp();
+        fill_span(coded, ring.base, thread, 0);
+        copies_commit();
+        copies_wait<0>();
+        __syncwarp();
+    }
+    for (int k = 0; k < p.k; k += STEP, ring.count++) {
+        u32 stage = Ring::stage(ring), full = ring.full + Ring::offset(ring.count);
+        barrier_wait(ring.empty + Ring::offset(ring.count), Ring::parity(ring) ^ 1);
+        if (BLOCKS_OF_TYPE) {
+            if (k > 0 && k % SPAN == 0) {
+                // Copied SPAN / STEP steps ago.
+                copies_wait<SPAN / STEP - 1>();
+                __syncwarp();
+            }
+            fill_decoded(coded, shared, thread, stage, k, p.k);
+            barrier_arrive(full);
+            if (k % SPAN == 0 && k + SPAN < p.k) {
+                __syncwarp();
+                fill_span(coded, ring.base, thread, k + SPAN);
+            }
+        }
+        fill(p, from, b, thread, stage, k);
+        copies_commit();
+        barrier_arrive_copied(full);
     }
 }
 
@@ -285,42 +386,27 @@ DEVICE void finish(const Gemm &p, const Tile &tile, int row, int n, float x, flo
     }
 }
 
-template <Then THEN, bool GROUPED, int BLOCKS> DEVICE void tile_of(const Gemm &p, const Tile &tile, int first_n) {
-    extern __shared__ __align__(1024) u8 shared[];
-    u32 base = shared_address(shared);
+/// Multiplies all steps of a tile as they come, and stores the sums.
+template <Then THEN, bool GROUPED, int BLOCKS>
+DEVICE void consume(const Gemm &p, const Tile &tile, int first_n, Ring &ring) {
     int group = threadIdx.x / 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    Sources from;
-    sources<THEN, GROUPED>(from, p, tile, first_n);
-    Blocks coded = blocks<THEN>(p, tile, first_n);
     float c[BLOCKS][64];
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
 #pragma unroll
         for (int j = 0; j < 64; j++) c[i][j] = 0.0f;
     }
-    int steps = (p.k + STEP - 1) / STEP;
-    if (BLOCKS_OF_TYPE) {
-        fill_span(coded, base, 0);
-        copies_commit();
-        copies_wait<0>();
-        __syncthreads();
-    }
-    for (int s = 0; s < STAGES - 2; s++) {
-        if (s < steps) fill(from, coded, shared, base + s * STAGE_BYTES, s * STEP, p.k);
-        else copies_commit();
-    }
-    for (int s = 0; s < steps; s++) {
-        copies_wait<STAGES - 3>();
-        // After this barrier everybody's products of step s - 2 are done: its buffer is free.
+    int first = ring.count;
+    for (int k = 0; k < p.k; k += STEP, ring.count++) {
+        barrier_wait(ring.full + Ring::offset(ring.count), Ring::parity(ring));
         products_begin();
-        products<BLOCKS>(c, base + s % STAGES * STAGE_BYTES, group);
-        int next = s + STAGES - 2;
-        if (next < steps) fill(from, coded, shared, base + next % STAGES * STAGE_BYTES, next * STEP, p.k);
-        else copies_commit();
+        products<BLOCKS>(c, Ring::stage(ring), group);
         products_wait<1>();
+        // The products of the step before are done: its stage is free.
+        if (lane == 0 && ring.count > first) barrier_arrive(ring.empty + Ring::offset(ring.count - 1));
     }
     products_wait<0>();
-    __syncthreads();
+    if (lane == 0) barrier_arrive(ring.empty + Ring::offset(ring.count - 1));
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
 #pragma unroll
@@ -349,25 +435,73 @@ template <Then THEN, bool GROUPED, int BLOCKS> DEVICE void tile_of(const Gemm &p
     }
 }
 
-/// Tiles of 256 rows, or of an expert's pairs; blocks of the grid take them in turns.
-template <Then THEN, bool GROUPED> DEVICE void gemm(const Gemm &p) {
-    const int WIDTH = THEN == GATED ? TILE_N / 2 : TILE_N;
-    int columns = (p.n + WIDTH - 1) / WIDTH;
-    int rows = GROUPED ? *p.count : (p.m + TILE_M - 1) / TILE_M;
-    for (long t = blockIdx.x; t < (long)rows * columns; t += gridDim.x) {
-        // Dense: neighbouring blocks share columns of b; grouped: rows of a.
-        int r = (int)(GROUPED ? t / columns : t % rows), first_n = (int)(GROUPED ? t % columns : t / rows) * WIDTH;
+/// Lets the steps of a tile pass by: a group with no rows in it.
+DEVICE void skip(const Gemm &p, Ring &ring) {
+    for (int k = 0; k < p.k; k += STEP, ring.count++) {
+        barrier_wait(ring.full + Ring::offset(ring.count), Ring::parity(ring));
+        if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + Ring::offset(ring.count));
+    }
+}
+
+/// Tiles of 256 rows, or of an expert's pairs.
+template <Then THEN, bool GROUPED> struct Tiles {
+    static const int WIDTH = THEN == GATED ? TILE_N / 2 : TILE_N;
+    int columns, rows;
+
+    DEVICE Tiles of(const Gemm &p) {
+        Tiles tiles;
+        tiles.columns = (p.n + WIDTH - 1) / WIDTH;
+        tiles.rows = GROUPED ? *p.count : (p.m + TILE_M - 1) / TILE_M;
+        return tiles;
+    }
+
+    /// Dense: neighbouring blocks share columns of b; grouped: rows of a.
+    DEVICE Tile at(const Tiles &tiles, const Gemm &p, int t, int &first_n) {
+        int r = GROUPED ? t / tiles.columns : t % tiles.rows;
+        first_n = (GROUPED ? t % tiles.columns : t / tiles.rows) * WIDTH;
+        if (GROUPED) return p.tiles[r];
         Tile tile;
-        if (GROUPED) {
-            tile = p.tiles[r];
-        } else {
-            tile.first = r * TILE_M;
-            tile.rows = min(TILE_M, p.m - tile.first);
-            tile.matrix = 0;
+        tile.first = r * TILE_M;
+        tile.rows = min(TILE_M, p.m - tile.first);
+        tile.matrix = 0;
+        return tile;
+    }
+};
+
+/// Blocks of the grid take tiles in turns.
+template <Then THEN, bool GROUPED> DEVICE void gemm(const Gemm &p) {
+    typedef Tiles<THEN, GROUPED> All;
+    extern __shared__ __align__(1024) u8 shared[];
+    Ring ring;
+    ring.base = shared_address(shared);
+    ring.full = ring.base + BARRIERS_AT;
+    ring.empty = ring.full + STAGES * 8;
+    ring.count = 0;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(ring.full + 8 * i, BLOCKS_OF_TYPE ? 2 * PRODUCERS : PRODUCERS);
+            barrier_init(ring.empty + 8 * i, CONSUMERS / 32);
         }
-        bool second = (threadIdx.x / 128 + 2) * 64 < tile.rows;
-        if (second) tile_of<THEN, GROUPED, 2>(p, tile, first_n);
-        else tile_of<THEN, GROUPED, 1>(p, tile, first_n);
+    }
+    __syncthreads();
+    All all = All::of(p);
+    int count = all.rows * all.columns, first_n;
+    if (threadIdx.x >= CONSUMERS) {
+        registers<false>();
+        for (int t = blockIdx.x; t < count; t += gridDim.x) {
+            Tile tile = All::at(all, p, t, first_n);
+            produce<THEN, GROUPED>(p, tile, first_n, shared, ring);
+        }
+        copies_wait<0>();
+    } else {
+        registers<true>();
+        int group = threadIdx.x / 128;
+        for (int t = blockIdx.x; t < count; t += gridDim.x) {
+            Tile tile = All::at(all, p, t, first_n);
+            if ((group + 2) * 64 < tile.rows) consume<THEN, GROUPED, 2>(p, tile, first_n, ring);
+            else if (group * 64 < tile.rows) consume<THEN, GROUPED, 1>(p, tile, first_n, ring);
+            else skip(p, ring);
+        }
     }
 }
 

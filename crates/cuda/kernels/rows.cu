@@ -38,18 +38,6 @@ KERNEL void rms_norm(Norm p) {
     }
 }
 
-struct Gated {
-    const float *gate, *up;  // [rows, cols]
-    float *out;
-    long count;
-};
-
-/// out = SiLU(gate) ⊙ up.
-KERNEL void gated(Gated p) {
-    long i = (long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < p.count) p.out[i] = silu(p.gate[i]) * p.up[i];
-}
-
 struct Route {
     const float *logits; // [rows, experts]
     u32 *ids;            // [rows, used]

@@ -94,24 +94,77 @@ KERNEL void embed(Embed p) {
     }
 }
 
-/// Products of one row of weights with COUNT rows of x, each in one order of summation whatever COUNT is: lane l takes
-/// the groups l, l + 32, …; then the lanes are summed.
+// Products with single rows. A lane decodes UNIT consecutive weights at a time, so that scales are worked out once for
+// them; lanes_of(cols) lanes share a row of weights, each takes every lanes-th unit, and their sums are added up crosswise.
+// A row's sum is the same whatever rows of x or of weights are beside it.
+//
+// x lies in shared memory, number i at place(i): the units of eight neighbouring lanes begin in different banks.
+
+const int UNIT = TYPE::LEN < 32 ? 8 : 32;
+
+DEVICE int place(int i) { return i + i / 32 * 4; }
+
+extern __shared__ __align__(16) float staged[];
+
+/// Lanes that share a row of `cols` weights.
+DEVICE int lanes_of(int cols) {
+    int lanes = 32;
+    while (lanes > 1 && lanes / 2 * UNIT >= cols) lanes /= 2;
+    return lanes;
+}
+
+/// Copies a row to shared memory; with `up`, SiLU(x) ⊙ up.
+DEVICE void stage_row(float *to, const float *x, const float *up, int cols) {
+#pragma unroll 4
+    for (int i = threadIdx.x * 4; i < cols; i += blockDim.x * 4) {
+        float4 v = *(const float4 *)(x + i);
+        if (up) {
+            float4 u = *(const float4 *)(up + i);
+            v = make_float4(silu(v.x) * u.x, silu(v.y) * u.y, silu(v.z) * u.z, silu(v.w) * u.w);
+        }
+        *(float4 *)(to + place(i)) = v;
+    }
+}
+
+/// Lane `lane` of `lanes`: its part of the products of one row of weights with COUNT rows of x, `stride` apart.
 template <int COUNT>
-DEVICE void dot_rows(const u8 *weights, const float *x, long stride, int cols, float sums[COUNT]) {
-    for (int r = 0; r < COUNT; r++) sums[r] = 0.0f;
-    for (int g = threadIdx.x % 32; g < cols / 8; g += 32) {
-        float w[8];
-        decode_group(weights, g, w);
+DEVICE void dot_part(const u8 *weights, const float *x, int stride, int cols, int lane, int lanes, float out[COUNT]) {
+    float4 sums[COUNT];
 #pragma unroll
-        for (int r = 0; r < COUNT; r++) {
-            const float4 *at = (const float4 *)(x + r * stride) + g * 2;
-            float4 a = at[0], b = at[1];
-            sums[r] = fmaf(w[3], a.w, fmaf(w[2], a.z, fmaf(w[1], a.y, fmaf(w[0], a.x, sums[r]))));
-            sums[r] = fmaf(w[7], b.w, fmaf(w[6], b.z, fmaf(w[5], b.y, fmaf(w[4], b.x, sums[r]))));
+    for (int r = 0; r < COUNT; r++) sums[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 2
+    for (u32 unit = lane; unit < (u32)cols / UNIT; unit += lanes) {
+        float w[UNIT];
+#pragma unroll
+        for (u32 i = 0; i < UNIT / 8; i++) {
+            const u32 GROUPS = TYPE::LEN / 8;
+            u32 group = unit * (UNIT / 8) + i;
+            TYPE::decode(weights + group / GROUPS * TYPE::BYTES, group % GROUPS, w + 8 * i);
+        }
+        const float *at = x + place(unit * UNIT);
+#pragma unroll
+        for (int j = 0; j < UNIT; j += 4) {
+#pragma unroll
+            for (int r = 0; r < COUNT; r++) {
+                float4 v = *(const float4 *)(at + r * stride + j);
+                sums[r].x = fmaf(w[j], v.x, sums[r].x);
+                sums[r].y = fmaf(w[j + 1], v.y, sums[r].y);
+                sums[r].z = fmaf(w[j + 2], v.z, sums[r].z);
+                sums[r].w = fmaf(w[j + 3], v.w, sums[r].w);
+            }
         }
     }
-    for (int r = 0; r < COUNT; r++) sums[r] = warp_sum(sums[r]);
+#pragma unroll
+    for (int r = 0; r < COUNT; r++) out[r] = (sums[r].x + sums[r].y) + (sums[r].z + sums[r].w);
 }
+
+/// The sum over groups of `lanes` lanes, in every lane of the group.
+DEVICE float group_sum(float x, int lanes) {
+    for (int step = lanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+
+DEVICE long row_bytes(int cols) { return (long)(cols / TYPE::LEN) * TYPE::BYTES; }
 
 /// Matrices of one type and width that meet the same rows.
 struct Gemv {
@@ -119,37 +172,48 @@ struct Gemv {
     float *out[4];
     int ends[4];          // outputs of the matrices before and including each
     const float *x;       // [count, cols]
+    const float *up;      // [count, cols]: if not null, x is SiLU(x) ⊙ up
     const float *scale;   // of each row's results; may be null
     int cols, count, x_stride, out_stride;
     int add;              // whether results are added to what is there
 };
 
-/// out[r][o] (+)= scale[r] · Σ weights[o] x[r]. A warp for each output.
+/// out[r][o] (+)= scale[r] · Σ weights[o] x[r]. Shared memory: COUNT rows of place(cols) numbers.
 template <int COUNT> DEVICE void gemv_rows(const Gemv &p) {
-    int output = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (output >= p.ends[3]) return;
-    int m = 0;
-    while (output >= p.ends[m]) m++;
-    int local = output - (m > 0 ? p.ends[m - 1] : 0);
-    const u8 *row = p.weights[m] + (long)local * (p.cols / TYPE::LEN) * TYPE::BYTES;
+    float *x = staged;
+    int stride = place(p.cols) + 4, lanes = lanes_of(p.cols), per_warp = 32 / lanes;
+    int lane = threadIdx.x % lanes, warps = gridDim.x * (blockDim.x / 32);
+    int warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, own = threadIdx.x % 32 / lanes;
     for (int first = 0; first < p.count; first += COUNT) {
-        float sums[COUNT];
-        dot_rows<COUNT>(row, p.x + (long)first * p.x_stride, p.x_stride, p.cols, sums);
-#pragma unroll
+        __syncthreads();
         for (int r = 0; r < COUNT; r++) {
-            if (threadIdx.x % 32 == r) {
-                float value = p.scale ? sums[r] * p.scale[first + r] : sums[r];
-                float *to = p.out[m] + (long)(first + r) * p.out_stride + local;
-                *to = p.add ? *to + value : value;
+            long at = (long)(first + r) * p.x_stride;
+            stage_row(x + r * stride, p.x + at, p.up ? p.up + at : 0, p.cols);
+        }
+        __syncthreads();
+        for (int base = warp * per_warp; base < p.ends[3]; base += warps * per_warp) {
+            int output = min(base + own, p.ends[3] - 1), m = 0;
+            while (output >= p.ends[m]) m++;
+            int local = output - (m > 0 ? p.ends[m - 1] : 0);
+            float sums[COUNT];
+            dot_part<COUNT>(p.weights[m] + local * row_bytes(p.cols), x, stride, p.cols, lane, lanes, sums);
+#pragma unroll
+            for (int r = 0; r < COUNT; r++) {
+                float value = group_sum(sums[r], lanes);
+                if (lane == 0 && base + own < p.ends[3]) {
+                    if (p.scale) value *= p.scale[first + r];
+                    float *to = p.out[m] + (long)(first + r) * p.out_stride + local;
+                    *to = p.add ? *to + value : value;
+                }
             }
         }
     }
 }
 
-KERNEL void gemv_1(Gemv p) { gemv_rows<1>(p); }
+KERNEL __launch_bounds__(256) void gemv_1(__grid_constant__ const Gemv p) { gemv_rows<1>(p); }
 
 /// `count` is a multiple of four.
-KERNEL void gemv_4(Gemv p) { gemv_rows<4>(p); }
+KERNEL __launch_bounds__(256) void gemv_4(__grid_constant__ const Gemv p) { gemv_rows<4>(p); }
 
 /// Experts of a wave, one bit each.
 struct Mask {
@@ -160,31 +224,42 @@ DEVICE bool has(const Mask &mask, u32 expert) { return mask.bits[expert / 32] >>
 
 struct ExpertDot {
     Mask mask;
-    const u8 *weights[2];  // gate and up of expert 0
+    const u8 *weights[2];  // gate and up of expert 0; up may be null
     long stride[2];        // bytes from one expert to the next
-    float *out[2];         // [pairs, rows]
+    float *out;            // [pairs, rows]: SiLU(gate) ⊙ up, or the products with gate alone
     const float *x;        // [pass rows, cols]
     const u32 *ids;        // [pass rows, used]
     int rows, cols, used;
 };
 
-/// Gate and up projections of each (row, expert) pair. Grid: (outputs / warps, pairs, matrices).
-KERNEL void expert_dot(ExpertDot p) {
-    int output = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, pair = blockIdx.y, m = blockIdx.z;
+/// Gate and up projections of each (row, expert) pair. Grid: (parts of the outputs, pairs); shared memory: place(cols).
+KERNEL __launch_bounds__(256) void expert_dot(__grid_constant__ const ExpertDot p) {
+    float *x = staged;
+    int pair = blockIdx.y, lanes = lanes_of(p.cols), per_warp = 32 / lanes, lane = threadIdx.x % lanes;
     u32 expert = p.ids[pair];
-    if (output >= p.rows || !has(p.mask, expert)) return;
-    const u8 *row = p.weights[m] + expert * p.stride[m] + (long)output * (p.cols / TYPE::LEN) * TYPE::BYTES;
-    float sum[1];
-    dot_rows<1>(row, p.x + (long)(pair / p.used) * p.cols, 0, p.cols, sum);
-    if (threadIdx.x % 32 == 0) p.out[m][(long)pair * p.rows + output] = sum[0];
+    if (!has(p.mask, expert)) return;
+    stage_row(x, p.x + (long)(pair / p.used) * p.cols, 0, p.cols);
+    __syncthreads();
+    int warps = gridDim.x * (blockDim.x / 32), own = threadIdx.x % 32 / lanes;
+    int warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    for (int base = warp * per_warp; base < p.rows; base += warps * per_warp) {
+        int output = min(base + own, p.rows - 1);
+        long at = output * row_bytes(p.cols);
+        float gate[1], up[1];
+        dot_part<1>(p.weights[0] + expert * p.stride[0] + at, x, 0, p.cols, lane, lanes, gate);
+        if (p.weights[1]) dot_part<1>(p.weights[1] + expert * p.stride[1] + at, x, 0, p.cols, lane, lanes, up);
+        float value = group_sum(gate[0], lanes);
+        if (p.weights[1]) value = silu(value) * group_sum(up[0], lanes);
+        if (lane == 0 && base + own < p.rows) p.out[(long)pair * p.rows + output] = value;
+    }
 }
 
 struct ExpertDown {
     Mask mask;
     const u8 *weights;    // down of expert 0: [rows, cols]
     long stride;          // bytes from one expert to the next
-    const float *gate;    // [pairs, cols]
-    const float *up;      // [pairs, cols]
+    const float *x;       // [pairs, cols]
+    const float *up;      // [pairs, cols]: if not null, x is SiLU(x) ⊙ up
     const u32 *ids;       // [pass rows, used]
     const u32 *order;     // [pass rows, used]: the chosen ones by ascending expert
     const float *chosen;  // [pass rows, used]: their weights
@@ -193,30 +268,49 @@ struct ExpertDown {
     int rows, cols, used, last;
 };
 
-/// sum += Σ weight · down · (SiLU(gate) ⊙ up) over a row's experts, ascending; after the last wave the sum joins the
-/// residual. Grid: (outputs, pass rows); a warp for each output; shared memory: used · cols floats.
-KERNEL void expert_down(ExpertDown p) {
-    extern __shared__ float inner[];
-    long row = blockIdx.y;
-    for (int i = threadIdx.x; i < p.used * p.cols; i += blockDim.x) {
-        long at = row * p.used * p.cols + i;
-        inner[i] = has(p.mask, p.ids[row * p.used + i / p.cols]) ? silu(p.gate[at]) * p.up[at] : 0.0f;
+/// sum += Σ weight · down · x over a row's experts, ascending; after the last wave the sum joins the residual.
+/// Grid: (parts of the outputs, pass rows); shared memory: used rows of place(cols).
+KERNEL __launch_bounds__(256) void expert_down(__grid_constant__ const ExpertDown p) {
+    float *x = staged;
+    const int ABREAST = 4;
+    long row = blockIdx.y * p.used;
+    int stride = place(p.cols) + 4, lanes = lanes_of(p.cols), per_warp = 32 / lanes;
+    int lane = threadIdx.x % lanes, own = threadIdx.x % 32 / lanes, warps = blockDim.x / 32;
+    for (int i = 0; i < p.used; i++) {
+        long at = (row + i) * p.cols;
+        if (has(p.mask, p.ids[row + i])) stage_row(x + i * stride, p.x + at, p.up ? p.up + at : 0, p.cols);
     }
     __syncthreads();
-    int warps = blockDim.x / 32;
     for (int output = blockIdx.x * warps + threadIdx.x / 32; output < p.rows; output += gridDim.x * warps) {
-        float total = p.sum[row * p.rows + output];
-        for (int i = 0; i < p.used; i++) {
-            u32 pair = p.order[row * p.used + i], expert = p.ids[row * p.used + pair];
-            if (!has(p.mask, expert)) continue;
-            long at = (long)output * (p.cols / TYPE::LEN) * TYPE::BYTES;
-            float sum[1];
-            dot_rows<1>(p.weights + expert * p.stride + at, inner + pair * p.cols, 0, p.cols, sum);
-            total = fmaf(p.chosen[row * p.used + pair], sum[0], total);
+        long at = output * row_bytes(p.cols), place_of_sum = (long)blockIdx.y * p.rows + output;
+        float total = p.sum[place_of_sum];
+        // Groups of lanes take experts in turns; their products join the sum one by one.
+        for (int first = 0; first < p.used; first += ABREAST * per_warp) {
+            float sums[ABREAST][1];
+#pragma unroll
+            for (int i = 0; i < ABREAST; i++) {
+                int rank = first + i * per_warp + own;
+                u32 pair = p.order[row + min(rank, p.used - 1)], expert = p.ids[row + pair];
+                sums[i][0] = 0.0f;
+                if (rank < p.used && has(p.mask, expert)) {
+                    dot_part<1>(p.weights + expert * p.stride + at, x + pair * stride, 0, p.cols, lane, lanes, sums[i]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < ABREAST; i++) {
+                float dot = group_sum(sums[i][0], lanes);
+                for (int group = 0; group < per_warp; group++) {
+                    int rank = first + i * per_warp + group;
+                    float value = __shfl_sync(0xffffffffu, dot, group * lanes);
+                    if (rank >= p.used) continue;
+                    u32 pair = p.order[row + rank];
+                    if (has(p.mask, p.ids[row + pair])) total = fmaf(p.chosen[row + pair], value, total);
+                }
+            }
         }
         if (threadIdx.x % 32 == 0) {
-            p.sum[row * p.rows + output] = total;
-            if (p.last) p.hidden[row * p.rows + output] += total;
+            p.sum[place_of_sum] = total;
+            if (p.last) p.hidden[place_of_sum] += total;
         }
     }
 }

@@ -161,7 +161,9 @@ impl Cuda {
             blocks: blocks as i32,
         };
         let grid = (blocks, attention.kv_heads, rows.len());
-        self.device.launch(&self.kernels.attn_single, grid, 256, 0, &p)?;
+        let group = attention.heads / attention.kv_heads;
+        let shared = 2 * GRID * (attention.head_dim + 8) * 2 + 4 * group * (attention.head_dim + GRID);
+        self.device.launch(&self.kernels.attn_single, grid, attention.head_dim, shared, &p)?;
         let grid = (attention.heads, rows.len(), 1);
         self.device.launch(&self.kernels.attn_join, grid, attention.head_dim, 0, &p)
     }

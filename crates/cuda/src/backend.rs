@@ -78,6 +78,10 @@ impl Backend for Cuda {
         &self.capabilities
     }
 
+    fn enqueues(&self) -> bool {
+        true
+    }
+
     fn create(&mut self) -> SequenceId {
         self.state.table.create()
     }

@@ -4,7 +4,7 @@ use cudarc::driver::DriverError;
 
 use crate::Cuda;
 use crate::driver::Function;
-use crate::sources::{STAGE_BYTES, gemm_stages};
+use crate::sources::gemm_stages;
 use crate::weights::Matrix;
 
 type Done = Result<(), DriverError>;
@@ -36,6 +36,7 @@ struct Gemv {
     out: [u64; 4],
     ends: [i32; 4],
     x: u64,
+    up: u64,
     scale: u64,
     cols: i32,
     count: i32,
@@ -67,14 +68,38 @@ pub(crate) struct Gemm {
     pub(crate) list: u64,
 }
 
-/// Parameters of `gated`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Gated {
-    gate: u64,
-    up: u64,
-    out: u64,
-    count: i64,
+/// Warps of a block of products of single rows.
+pub(crate) const WARPS: usize = 8;
+
+/// Bytes of shared memory that a row of `cols` numbers takes there.
+pub(crate) fn staged(cols: usize) -> usize {
+    4 * (cols + cols / 32 * 4 + 4)
+}
+
+/// Parameters without matrices.
+fn gemv(x: Rows, cols: usize, stride: usize, then: Then) -> Gemv {
+    Gemv {
+        weights: [0; 4],
+        out: [0; 4],
+        ends: [0; 4],
+        x: x.at,
+        up: 0,
+        scale: if let Then::Scale(at) = then { at } else { 0 },
+        cols: cols as i32,
+        count: x.count as i32,
+        x_stride: cols as i32,
+        out_stride: stride as i32,
+        add: i32::from(then == Then::Add),
+    }
+}
+
+impl Gemv {
+    /// Makes `matrix` number `i`, the last one so far.
+    fn put(&mut self, i: usize, matrix: Matrix, out: u64) {
+        (self.weights[i], self.out[i]) = (matrix.at, out);
+        let before = if i == 0 { 0 } else { self.ends[i - 1] };
+        self.ends[i..].fill(before + matrix.rows as i32);
+    }
 }
 
 /// What becomes of the results.
@@ -115,39 +140,56 @@ impl Cuda {
         let mut rest = matrices;
         while let Some(first) = rest.first() {
             let same = rest.iter().take(4).take_while(|m| m.ty == first.ty).count();
-            let mut p = Gemv {
-                weights: [0; 4],
-                out: [0; 4],
-                ends: [0; 4],
-                x: x.at,
-                scale: if let Then::Scale(at) = then { at } else { 0 },
-                cols: first.cols as i32,
-                count: x.count as i32,
-                x_stride: first.cols as i32,
-                out_stride: stride as i32,
-                add: i32::from(then == Then::Add),
-            };
-            let mut outputs = 0;
+            let mut p = gemv(x, first.cols, stride, then);
             for (i, matrix) in rest[..same].iter().enumerate() {
-                (p.weights[i], p.out[i]) = (matrix.at, out + 4 * column as u64);
-                outputs += matrix.rows;
+                p.put(i, *matrix, out + 4 * column as u64);
                 column += matrix.rows;
-                p.ends[i..].fill(outputs as i32);
             }
-            self.launch_gemv(first.ty, outputs, p)?;
+            self.launch_gemv(first.ty, p)?;
             rest = &rest[same..];
         }
         Ok(())
     }
 
+    /// down · (SiLU(gate · x) ⊙ (up · x)) of single rows, times a number for each row; `room` takes the inner rows twice.
+    pub(crate) fn gated_gemv(
+        &self,
+        [gate, up, down]: [Matrix; 3],
+        x: Rows,
+        room: u64,
+        (out, stride): (u64, usize),
+        then: Then,
+    ) -> Done {
+        let up_at = room + 4 * (x.count * gate.rows) as u64;
+        let mut p = gemv(x, gate.cols, gate.rows, Then::Store);
+        p.put(0, gate, room);
+        if gate.ty == up.ty {
+            p.put(1, up, up_at);
+            self.launch_gemv(gate.ty, p)?;
+        } else {
+            self.launch_gemv(gate.ty, p)?;
+            let mut p = gemv(x, up.cols, up.rows, Then::Store);
+            p.put(0, up, up_at);
+            self.launch_gemv(up.ty, p)?;
+        }
+        let inner = Rows { at: room, count: x.count };
+        let mut p = gemv(inner, down.cols, stride, then);
+        p.up = up_at;
+        p.put(0, down, out);
+        self.launch_gemv(down.ty, p)
+    }
+
     /// Rows by fours, then what is left one by one: each row's sums are the same either way.
-    fn launch_gemv(&self, ty: quant::Type, outputs: usize, p: Gemv) -> Done {
-        const WARPS: usize = 4;
+    fn launch_gemv(&self, ty: quant::Type, p: Gemv) -> Done {
         let kernels = self.kernels.of(ty);
         let fours = p.count / 4 * 4;
-        let grid = (outputs.div_ceil(WARPS), 1, 1);
+        let blocks = (p.ends[3] as usize).div_ceil(WARPS).min(4 * self.device.processors as usize);
+        let launch = |kernel, rows, p: &Gemv| {
+            let shared = rows * staged(p.cols as usize);
+            self.device.launch(kernel, (blocks, 1, 1), 32 * WARPS, shared, p)
+        };
         if fours > 0 {
-            self.device.launch(&kernels.gemv_4, grid, 32 * WARPS, 0, &Gemv { count: fours, ..p })?;
+            launch(&kernels.gemv_4, 4, &Gemv { count: fours, ..p })?;
         }
         if fours == p.count {
             return Ok(());
@@ -156,11 +198,12 @@ impl Cuda {
         let rest = Gemv {
             out: p.out.map(|at| skip(at, p.out_stride)),
             x: skip(p.x, p.x_stride),
+            up: skip(p.up, p.x_stride),
             scale: skip(p.scale, 1),
             count: p.count - fours,
             ..p
         };
-        self.device.launch(&kernels.gemv_1, grid, 32 * WARPS, 0, &rest)
+        launch(&kernels.gemv_1, 1, &rest)
     }
 
     fn gemm(&mut self, matrices: &[Matrix], x: Rows, (out, stride): (u64, usize), then: Then) -> Done {
@@ -182,30 +225,25 @@ impl Cuda {
         self.multiply(&kernel, p)
     }
 
-    /// The same for single rows, f32; `room` takes twice the results.
-    pub(crate) fn gated_gemv(&mut self, gate: Matrix, up: Matrix, x: Rows, room: u64, out: u64) -> Done {
-        let count = x.count * gate.rows;
-        let up_at = room + 4 * count as u64;
-        self.gemv(&[gate], x, (room, gate.rows), Then::Store)?;
-        self.gemv(&[up], x, (up_at, gate.rows), Then::Store)?;
-        let p = Gated { gate: room, up: up_at, out, count: count as i64 };
-        self.device.launch(&self.kernels.gated, (count.div_ceil(256), 1, 1), 256, 0, &p)
-    }
-
     /// Launches products over tiles of 256 · 128, as many blocks as there are multiprocessors or tiles.
     pub(crate) fn multiply(&self, kernel: &Function, p: Gemm) -> Done {
-        let shared = gemm_stages(&self.target) * STAGE_BYTES;
-        self.multiply_in(kernel, shared, p)
+        let (_, shared) = gemm_stages(&self.target);
+        self.multiply_with(kernel, (384, shared), p)
     }
 
-    /// The same with `shared` bytes of shared memory.
-    pub(crate) fn multiply_in(&self, kernel: &Function, shared: usize, p: Gemm) -> Done {
+    /// The same with other threads and bytes of shared memory.
+    pub(crate) fn multiply_with(
+        &self,
+        kernel: &Function,
+        (threads, shared): (usize, usize),
+        p: Gemm,
+    ) -> Done {
         let tiles = match p.count {
             0 => (p.m as usize).div_ceil(256) * (p.n as usize).div_ceil(64),
             _ => usize::MAX,
         };
         let grid = tiles.min(self.device.processors as usize);
-        self.device.launch(kernel, (grid, 1, 1), 256, shared, &p)
+        self.device.launch(kernel, (grid, 1, 1), threads, shared, &p)
     }
 
     /// Matrices of one width as bf16, their rows one after the other.

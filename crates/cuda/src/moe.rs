@@ -6,7 +6,7 @@ use cudarc::driver::DriverError;
 use model::{PlacedExpert, Slot, Spec, Stage, Wave};
 
 use crate::head::Norm;
-use crate::linear::{Gemm, Rows, Then, dense};
+use crate::linear::{Gemm, Rows, Then, WARPS, dense, staged};
 use crate::open::Open;
 use crate::weights::{Experts, Triplet};
 use crate::{Cuda, fail};
@@ -84,7 +84,7 @@ struct ExpertDot {
     mask: Mask,
     weights: [u64; 2],
     stride: [i64; 2],
-    out: [u64; 2],
+    out: u64,
     x: u64,
     ids: u64,
     rows: i32,
@@ -98,7 +98,7 @@ struct ExpertDown {
     mask: Mask,
     weights: u64,
     stride: i64,
-    gate: u64,
+    x: u64,
     up: u64,
     ids: u64,
     order: u64,
@@ -169,7 +169,7 @@ impl Cuda {
             experts: spec.moe.experts as i32,
             used: spec.moe.used as i32,
         };
-        const WARPS: usize = 4;
+        const WARPS: usize = 4; // a row each
         let shared = WARPS * 4 * (spec.moe.experts + 2 * spec.moe.used);
         device.launch(&self.kernels.route, (count.div_ceil(WARPS), 1, 1), 32 * WARPS, shared, &p)?;
         open.routed = rows.end;
@@ -183,18 +183,16 @@ impl Cuda {
         let (gate, up, down) = (weights.shared_gate, weights.shared_up, weights.shared_down);
         let (buffers, count, width) = (&open.buffers, rows.len(), gate.rows);
         let at = (rows.start * spec.hidden) as u64;
-        // Inner rows, and for single rows their halves.
-        let inner = self.scratch.inner.take(&device, 12 * count * width)?;
+        // Inner rows, for single rows those of gate and up.
+        let inner = self.scratch.inner.take(&device, 8 * count * width)?;
+        let (to, share) = (buffers.sum.at() + 4 * at, buffers.share.at() + 4 * rows.start as u64);
+        let out = (to, spec.hidden);
         if open.single {
             let x = Rows { at: buffers.norm.at() + 4 * at, count };
-            self.gated_gemv(gate, up, x, inner + 4 * (count * width) as u64, inner)?;
-        } else {
-            let x = Rows { at: buffers.rounded.at() + 2 * at, count };
-            self.gated_gemm(gate, up, x, inner)?;
+            return self.gated_gemv([gate, up, down], x, inner, out, Then::Scale(share));
         }
-        let (to, share) = (buffers.sum.at() + 4 * at, buffers.share.at() + 4 * rows.start as u64);
-        let x = Rows { at: inner, count };
-        self.linear(open.single, &[down], x, (to, spec.hidden), Then::Scale(share))
+        self.gated_gemm(gate, up, Rows { at: buffers.rounded.at() + 2 * at, count }, inner)?;
+        self.linear(false, &[down], Rows { at: inner, count }, out, Then::Scale(share))
     }
 
     /// Experts that rows of the pass have chosen. Waits.
@@ -239,35 +237,38 @@ impl Cuda {
         let (used, hidden, width) = (spec.spec.moe.used, spec.spec.hidden, gate.rows);
         let (device, buffers, pairs) = (self.device.clone(), &open.buffers, rows * used);
         let inner = self.scratch.inner.take(&device, 8 * pairs * width)?;
-        let out = [inner, inner + 4 * (pairs * width) as u64];
-        let dot = |[first, second]: [(Experts, u64); 2]| ExpertDot {
-            mask,
-            weights: [first.0.at, second.0.at],
-            stride: [first.0.stride as i64, second.0.stride as i64],
-            out: [first.1, second.1],
-            x: buffers.norm.at(),
-            ids: buffers.ids.at(),
-            rows: width as i32,
-            cols: hidden as i32,
-            used: used as i32,
+        let up_at = inner + 4 * (pairs * width) as u64;
+        let launch = |matrices: [Option<Experts>; 2], out: u64| {
+            let [first, second] = matrices;
+            let first = first.expect("at least one");
+            let p = ExpertDot {
+                mask,
+                weights: [first.at, second.map_or(0, |second| second.at)],
+                stride: [first.stride as i64, second.map_or(0, |second| second.stride as i64)],
+                out,
+                x: buffers.norm.at(),
+                ids: buffers.ids.at(),
+                rows: width as i32,
+                cols: hidden as i32,
+                used: used as i32,
+            };
+            let kernel = &self.kernels.of(first.ty).expert_dot;
+            let grid = (width.div_ceil(2 * WARPS), pairs, 1);
+            device.launch(kernel, grid, 32 * WARPS, staged(hidden), &p)
         };
-        const WARPS: usize = 8;
-        let grid = (width.div_ceil(WARPS), pairs);
-        let launch = |ty, p: &ExpertDot, matrices: usize| {
-            device.launch(&self.kernels.of(ty).expert_dot, (grid.0, grid.1, matrices), 32 * WARPS, 0, p)
-        };
-        if gate.ty == up.ty {
-            launch(gate.ty, &dot([(gate, out[0]), (up, out[1])]), 2)?;
+        let fused = gate.ty == up.ty;
+        if fused {
+            launch([Some(gate), Some(up)], inner)?;
         } else {
-            launch(gate.ty, &dot([(gate, out[0]); 2]), 1)?;
-            launch(up.ty, &dot([(up, out[1]); 2]), 1)?;
+            launch([Some(gate), None], inner)?;
+            launch([Some(up), None], up_at)?;
         }
         let p = ExpertDown {
             mask,
             weights: down.at,
             stride: down.stride as i64,
-            gate: out[0],
-            up: out[1],
+            x: inner,
+            up: if fused { 0 } else { up_at },
             ids: buffers.ids.at(),
             order: buffers.order.at(),
             chosen: buffers.weights.at(),
@@ -279,7 +280,8 @@ impl Cuda {
             last: i32::from(last),
         };
         let grid = (hidden.div_ceil(WARPS).min(2 * device.processors as usize), rows, 1);
-        device.launch(&self.kernels.of(down.ty).expert_down, grid, 32 * WARPS, 4 * used * width, &p)
+        let kernel = &self.kernels.of(down.ty).expert_down;
+        device.launch(kernel, grid, 32 * WARPS, used * staged(width), &p)
     }
 
     fn experts_grouped(
@@ -373,7 +375,7 @@ impl Cuda {
             Some(kernels) => {
                 let strides = [gate.stride as i64, up.stride as i64];
                 let p = Gemm { blocks: [gate.at, up.at], strides, ..into };
-                self.multiply_in(&kernels.gated, kernels.shared, p)?;
+                self.multiply_with(&kernels.gated, (512, kernels.shared), p)?;
             }
             None => {
                 let (b, matrix) = self.decode_experts(&[gate, up], listed)?;
@@ -383,7 +385,7 @@ impl Cuda {
         match self.kernels.experts_of(down.ty) {
             Some(kernels) => {
                 let p = Gemm { blocks: [down.at; 2], strides: [down.stride as i64; 2], ..out };
-                self.multiply_in(&kernels.down, kernels.shared, p)
+                self.multiply_with(&kernels.down, (512, kernels.shared), p)
             }
             None => {
                 let (b, matrix) = self.decode_experts(&[down], listed)?;

@@ -54,9 +54,13 @@ pub struct Source {
 /// Bytes of a stage of the products of many rows: 256 + 128 rows of 64 bf16.
 pub(crate) const STAGE_BYTES: usize = (256 + 128) * 64 * 2;
 
-/// Stages of the products of many rows.
-pub(crate) fn gemm_stages(target: &Target) -> usize {
-    (target.shared / STAGE_BYTES).min(4)
+/// Bytes of the two barriers of a stage.
+const BARRIER_BYTES: usize = 16;
+
+/// Stages of the products of many rows, and their shared memory in all.
+pub(crate) fn gemm_stages(target: &Target) -> (usize, usize) {
+    let stages = (target.shared / (STAGE_BYTES + BARRIER_BYTES)).min(4);
+    (stages, stages * (STAGE_BYTES + BARRIER_BYTES))
 }
 
 /// Bytes of shared memory for blocks of `ty` on their way to be decoded: two spans of 256 weights of 128 rows, whole
@@ -66,12 +70,13 @@ fn span_bytes(ty: Type) -> usize {
     2 * 128 * ((span + 15).next_multiple_of(16))
 }
 
-/// Stages of the products of many rows with blocks of `ty`, and their shared memory in all. `None` if the blocks leave
-/// no room for three stages.
+/// Stages of the products of many rows with blocks of `ty`, and their shared memory in all. `None` for plain numbers,
+/// and for GPUs that cannot hand registers from one warp to another or lack the shared memory.
 pub(crate) fn expert_stages(target: &Target, ty: Type) -> Option<(usize, usize)> {
     let spans = span_bytes(ty);
-    let stages = (target.shared.checked_sub(spans)? / STAGE_BYTES).min(4);
-    (stages >= 3 && ty.block_len() > 1).then_some((stages, stages * STAGE_BYTES + spans))
+    let stages = (target.shared.checked_sub(spans)? / (STAGE_BYTES + BARRIER_BYTES)).min(4);
+    let possible = target.arch == "sm_90a" && stages >= 2 && ty.block_len() > 1;
+    possible.then_some((stages, stages * (STAGE_BYTES + BARRIER_BYTES) + spans))
 }
 
 /// Bytes of shared memory of the scan over cells with `stages` stages, for heads of `dim`.
@@ -99,7 +104,12 @@ impl Source {
 
     /// Products of many rows.
     pub fn gemm(target: &Target) -> Source {
-        Source::new(target, "gemm".to_string(), &[COMMON, GEMM], &[format!("STAGES={}", gemm_stages(target))])
+        Source::new(
+            target,
+            "gemm".to_string(),
+            &[COMMON, GEMM],
+            &[format!("STAGES={}", gemm_stages(target).0)],
+        )
     }
 
     /// Products of the pairs of experts whose weights are blocks of `ty`, if this GPU has the shared memory for them.

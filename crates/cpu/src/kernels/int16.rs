@@ -31,6 +31,8 @@ pub(super) const VALUE_STEPS: f32 = 4095.0;
 
 /// The functions of attention on integers.
 pub(crate) struct IntAttention {
+    /// Whether they are faster than single precision.
+    pub(crate) is_fast: bool,
     /// A query head to integers, padded with zeros; returns its scale.
     pub(crate) round: fn(&[f32], &mut [i16]) -> f32,
     /// Rounds keys and values, [positions][dim] each.

@@ -22,6 +22,7 @@ const VECTORS: usize = TILE / 16;
 // SAFETY (of every call): the table that refers to this is handed out only where the features are.
 #[allow(clippy::undocumented_unsafe_blocks)]
 pub(super) static FUNCTIONS: IntAttention = IntAttention {
+    is_fast: true,
     round: |x, out| unsafe { round(x, out) },
     pack: |keys, values, dim, block| unsafe { pack(keys, values, dim, block) },
     weigh: |block, queries, rows, weights| unsafe { weigh(block, queries, rows, weights) },
@@ -157,15 +158,19 @@ struct Rounded([i16; 16 * WIDEST]);
 /// 16 rows of keys to [width / 2][GRID][2], from the first of the positions on.
 #[inline(always)]
 unsafe fn transpose_keys(rows: &[i16], width: usize, to: *mut i16) {
-    for column in (0..width).step_by(32) {
-        // SAFETY: 32 integers of each row; 16 positions of 16 pairs of dimensions.
+    for column in (0..width).step_by(8) {
+        // SAFETY: 8 integers of each row; 16 positions of four pairs of dimensions.
         unsafe {
-            let mut words = [_mm512_setzero_si512(); 16];
-            for i in 0..16 {
-                words[i] = _mm512_loadu_si512(rows[i * width + column..].as_ptr().cast());
+            let quarter = |row: usize| _mm_loadu_si128(rows[row * width + column..].as_ptr().cast());
+            let mut fours = [_mm512_setzero_si512(); 4];
+            for i in 0..4 {
+                let four = _mm512_zextsi128_si512(quarter(i));
+                let four = _mm512_mask_broadcast_i32x4(four, 0x00f0, quarter(4 + i));
+                let four = _mm512_mask_broadcast_i32x4(four, 0x0f00, quarter(8 + i));
+                fours[i] = _mm512_mask_broadcast_i32x4(four, 0xf000, quarter(12 + i));
             }
-            let pairs = transposed(words);
-            for i in 0..16 {
+            let pairs = transposed(fours);
+            for i in 0..4 {
                 _mm512_storeu_si512(to.add((column / 2 + i) * GRID * 2).cast(), pairs[i]);
             }
         }

@@ -15,7 +15,7 @@ use testkit::{Decay, Layout, Random, TinyModel, TinyOptions, conformance};
 
 /// Relative RMS allowed of any stage of a small random model: factors are bf16, and so are the errors of all layers
 /// before it.
-const TOLERANCE: f64 = 5e-2;
+const TOLERANCE: f64 = 8e-2;
 
 /// The same of the delta rule's output. A first token's is its value times query · key, brought to length 1: where
 /// that product almost vanishes, its rounding shows.
