@@ -5,20 +5,23 @@ use std::ops::Range;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use model::state::host::{HostState, Page, Rows as KvRows, Side};
-use model::state::{PAGE, PageId};
+use model::state::{KvType, PAGE, PageId};
 use model::{AttentionWeights, GRID, ResidentMatrix, Spec};
 
 use crate::embed;
 use crate::gemm::{self, Input, Product, Then};
-use crate::kernels::{Codes, Kernels};
-use crate::memory::{Out, Rows};
+use crate::kernels::{Block, Codes, Kernels, Row, TILE, WIDEST};
+use crate::memory::{Out, Rows, as_integers};
 use crate::open::{Buffers, Open, carve};
 use crate::team::{Scratch, Team};
 
 type LayerWeights = AttentionWeights<ResidentMatrix, Vec<f32>>;
 
-/// Rows of a cell that attend together.
+/// Rows of a cell that attend together, in single precision, and in integers at least.
 const TILE_ROWS: usize = 16;
+
+/// Pieces of work for each thread, below which rows are cut into smaller tiles.
+const UNITS: usize = 8;
 
 /// Rows handed to a kernel at once.
 const CHUNK: usize = 32;
@@ -179,14 +182,22 @@ pub(crate) fn mix(
     let attention = &spec.attention;
     let mut block = std::mem::take(&mut open.buffers.block);
     let [q, gate, ..] = carve(&mut block, parts(spec, rows.len()));
+    let width = attention.head_dim.next_multiple_of(TILE);
+    let wanted = team.kernels.int_attention.is_fast && !team.exact;
+    let integers = wanted && host.shape().kv == KvType::F16 && width <= WIDEST;
+    // The more rows, the fewer times are keys and values rounded.
+    let mut tile_rows = if integers { GRID } else { TILE_ROWS };
+    while tile_rows > TILE_ROWS && rows.len() / tile_rows * attention.kv_heads < UNITS * team.threads() {
+        tile_rows /= 2;
+    }
     let mut tiles = Vec::new();
     for (index, part) in open.pass.runs_in(rows.clone()) {
         let run = &open.pass.runs[index];
         for cell in run.cells(part) {
-            for first in cell.clone().step_by(TILE_ROWS) {
+            for first in cell.clone().step_by(tile_rows) {
                 tiles.push(Tile {
                     row: first - rows.start,
-                    rows: TILE_ROWS.min(cell.end - first),
+                    rows: tile_rows.min(cell.end - first),
                     position: run.position(first),
                     pages: &open.state.runs[index].pages,
                 });
@@ -205,7 +216,11 @@ pub(crate) fn mix(
     let q = Out::new(q, attention.query_dim());
     team.split_costs(&costs, |tile, units, scratch| {
         for unit in units {
-            mixer.attend(&tiles[tile], unit * heads..(unit + 1) * heads, q, scratch);
+            let heads = unit * heads..(unit + 1) * heads;
+            match integers {
+                true => mixer.attend_integers(&tiles[tile], heads, q, scratch),
+                false => mixer.attend(&tiles[tile], heads, q, scratch),
+            }
         }
     });
     open.buffers.block = block;
@@ -280,6 +295,53 @@ impl Mixer<'_> {
             to.copy_from_slice(out);
             let gate = &self.gate[row * attention.query_dim() + column..][..dim];
             (kernels.gate)(to, 1.0 / sums[pair], gate);
+        }
+    }
+
+    /// As [`Mixer::attend`], on integers.
+    fn attend_integers(&self, tile: &Tile, heads: Range<usize>, q: Out, scratch: &mut Scratch) {
+        let (attention, functions) = (&self.spec.attention, self.kernels.int_attention);
+        let (dim, pairs) = (attention.head_dim, tile.rows * heads.len());
+        let width = dim.next_multiple_of(TILE);
+        let block = GRID * width / 2;
+        let lens = [pairs * width / 2, pairs * GRID / 2, block, block, pairs * width];
+        scratch.work.reserve(lens.iter().map(|len| len.next_multiple_of(16)).sum());
+        let [queries, weights, keys, values, out] = carve(&mut scratch.work, lens);
+        let [queries, weights, keys, values] = [queries, weights, keys, values].map(as_integers);
+        let mut block = Block::new(width, keys, values);
+        out.fill(0.0);
+        let kv_head = heads.start / (attention.heads / attention.kv_heads);
+        let place = |pair: usize| (tile.row + pair / heads.len(), (heads.start + pair % heads.len()) * dim);
+        let round = |(pair, query): (usize, &mut [i16])| {
+            let (row, column) = place(pair);
+            // SAFETY: these heads of the tile's rows belong to this unit alone.
+            let scale = (functions.round)(unsafe { q.part(row, column, dim) }, query);
+            Row::new(scale / (dim as f32).sqrt())
+        };
+        let mut rows: Vec<Row> = queries.chunks_exact_mut(width).enumerate().map(round).collect();
+
+        for start in (0..tile.position + tile.rows).step_by(GRID) {
+            let page = tile.pages[start / PAGE];
+            let most = GRID.min(tile.position + tile.rows - start);
+            let half = |side| match self.host.rows(page, self.layer, side, kv_head) {
+                KvRows::F16(rows) => &rows[start % PAGE * dim..][..most * dim],
+                KvRows::F32(_) => unreachable!("integers are for half precision"),
+            };
+            (functions.pack)(half(Side::Key), half(Side::Value), dim, &mut block);
+            for (pair, row) in rows.iter_mut().enumerate() {
+                // Causal: positions up to the row's own.
+                row.seen = GRID.min(tile.position + pair / heads.len() + 1 - start);
+            }
+            (functions.weigh)(&block, queries, &mut rows, weights);
+            (functions.sum)(&block, &rows, weights, out);
+        }
+        for (pair, (out, summed)) in out.chunks_exact(width).zip(&rows).enumerate() {
+            let (row, column) = place(pair);
+            // SAFETY: as above; the queries are not needed any more.
+            let to = unsafe { q.part(row, column, dim) };
+            to.copy_from_slice(&out[..dim]);
+            let gate = &self.gate[row * attention.query_dim() + column..][..dim];
+            (self.kernels.gate)(to, 1.0 / summed.sum, gate);
         }
     }
 

@@ -15,6 +15,7 @@ mod delta;
 #[cfg(target_arch = "aarch64")]
 mod dotprod;
 mod finish;
+mod int16;
 mod int8;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
@@ -28,6 +29,8 @@ mod tiles;
 mod unpack;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
+#[cfg(target_arch = "x86_64")]
+mod vnni_attention;
 #[cfg(target_arch = "x86_64")]
 mod vnni_fill;
 #[cfg(target_arch = "x86_64")]
@@ -48,6 +51,7 @@ use crate::error::Error;
 pub(crate) use conv::Convolution;
 pub(crate) use delta::{Cell, Step, room as cell_room};
 pub(crate) use int8::{Codes, Form, GROUP, GROUPS, PANEL, Panel};
+pub(crate) use int16::{Block, IntAttention, Row, TILE, WIDEST};
 use product::{Factor, Target};
 pub(crate) use unpack::{form, is_integer};
 
@@ -172,6 +176,8 @@ pub(crate) struct Kernels {
     pub(crate) exp: fn(&mut [f32]),
     /// A block of an online softmax: scores, scale, largest so far; returns largest, correction, sum.
     pub(crate) softmax_block: SoftmaxBlock,
+    /// Attention on integers.
+    pub(crate) int_attention: &'static IntAttention,
     /// Columns of a tile of a state.
     pub(crate) state_columns: usize,
     /// The delta rule for the rows of a cell: see [`delta::cell`].
@@ -304,6 +310,14 @@ macro_rules! kernels {
             rows::softmax_block::<$simd>(scores, scale, largest)
         }
         $(#[target_feature(enable = $features)])?
+        fn weigh(block: &Block, queries: &[i16], rows: &mut [Row], weights: &mut [i16]) {
+            int16::weigh::<$simd>(block, queries, rows, weights);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn sum(block: &Block, rows: &[Row], weights: &[i16], out: &mut [f32]) {
+            int16::sum::<$simd>(block, rows, weights, out);
+        }
+        $(#[target_feature(enable = $features)])?
         fn delta_cell(
             cell: &Cell, room: &mut [f32], values: &mut [f32], state: &mut [f32],
             snapshots: &mut [(usize, &mut [f32])],
@@ -340,6 +354,13 @@ macro_rules! kernels {
             gates: |beta, alpha, head| unsafe { gates(beta, alpha, head) },
             exp: |x| unsafe { exp(x) },
             softmax_block: |scores, scale, largest| unsafe { softmax_block(scores, scale, largest) },
+            int_attention: &IntAttention {
+                is_fast: false,
+                round: int16::round,
+                pack: int16::pack,
+                weigh: |block, queries, rows, weights| unsafe { weigh(block, queries, rows, weights) },
+                sum: |block, rows, weights, out| unsafe { sum(block, rows, weights, out) },
+            },
             state_columns: delta::VECTORS * <$simd as simd::Simd>::LANES,
             delta_cell: |cell, room, values, state, snapshots| unsafe {
                 delta_cell(cell, room, values, state, snapshots)
@@ -379,6 +400,7 @@ static VNNI_BASE: Kernels = Kernels {
     // SAFETY: `table` hands this out only where the features are.
     round: |x, out| unsafe { vnni_finish::round(x, out) },
     int_product: vnni::product,
+    int_attention: &vnni_attention::FUNCTIONS,
     gated: vnni_finish::gated,
     ..AVX512
 };

@@ -113,7 +113,7 @@ impl Cpu {
             capabilities: Capabilities {
                 name: "cpu",
                 variant: kernels.variant.name().to_string(),
-                kernel_version: if exact { 3 } else { 5 },
+                kernel_version: if exact { 3 } else { 6 },
                 block_rows: BLOCK_ROWS,
                 smallest_chunk: 1,
             },

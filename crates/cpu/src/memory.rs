@@ -46,6 +46,13 @@ impl DerefMut for Aligned {
     }
 }
 
+/// The same memory as pairs of small integers.
+pub(crate) fn as_integers(numbers: &mut [f32]) -> &mut [i16] {
+    // SAFETY: two integers lie in each number, aligned at least as they must be; every bit pattern is one of
+    // either.
+    unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), 2 * numbers.len()) }
+}
+
 /// Makes room for at least `len` values. What they are is unspecified. Never shrinks.
 pub(crate) fn reserve<T: Copy>(values: &mut Vec<T>, len: usize, value: T) {
     if len > values.len() {

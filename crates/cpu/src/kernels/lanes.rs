@@ -165,7 +165,7 @@ pub(super) const fn moving(count: usize, from: usize, to: usize) -> u64 {
 
 /// From quarters of vectors, q of vector i for row 4q + i, to words: [word][row].
 #[inline(always)]
-fn transposed(fours: [Int; 4]) -> [Int; 4] {
+pub(super) fn transposed(fours: [Int; 4]) -> [Int; 4] {
     // SAFETY: only reached from functions compiled with the features, chosen after detection.
     unsafe {
         let low = [_mm512_unpacklo_epi32(fours[0], fours[1]), _mm512_unpacklo_epi32(fours[2], fours[3])];
