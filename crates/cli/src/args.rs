@@ -7,7 +7,10 @@ use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use quant::Type;
 
+use crate::cache_args::CacheArgs;
+
 use crate::bench::args::BenchArgs;
+use crate::serve::args::ServeArgs;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -31,6 +34,8 @@ pub struct Cli {
 pub enum Command {
     /// Read a prompt and answer or continue it.
     Run(RunArgs),
+    /// Serve a model over HTTP, as agents and OpenAI's clients speak it.
+    Serve(ServeArgs),
     /// Show what is in a model file and what running it takes.
     Info(InfoArgs),
     /// Show the tokens of a text.
@@ -104,9 +109,9 @@ pub struct BackendArgs {
     /// Keep activations in single precision where they meet quantised weights; slower [cpu].
     #[arg(long)]
     pub exact: bool,
-    /// Whether each thread stays on its core; commands that measure say so.
-    #[arg(skip)]
-    pub pin: bool,
+    /// Experts in bounded memory.
+    #[command(flatten)]
+    pub cache: CacheArgs,
 }
 
 /// Arguments of `run`.

@@ -1,9 +1,13 @@
 //! `redlite bench`: how fast a model is read and written, and where the time goes.
 
+mod ab;
 pub mod args;
+mod kernels;
 mod report;
+mod roofline;
 mod stats;
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -21,21 +25,40 @@ use stats::Samples;
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<Outcome, Failure> {
+    let (drawing, probe) = (&args.roofline, &args.probe);
+    // Not clap's business: it forgets what an option requires where that would conflict with the model.
+    let part_of_a_probe =
+        probe.ty.is_some() || probe.down.is_some() || probe.rows.is_some() || probe.ablate.is_some();
+    if probe.kernels.is_none() && part_of_a_probe {
+        return Err(Failure::Usage("--type, --down, --rows and --ablate belong to --kernels".to_string()));
+    }
+    match (args.probe.kernels, &args.ab.ab, &args.model) {
+        (Some(probe), _, _) => kernels::run(args, probe),
+        (None, Some(flags), _) => ab::run(args, flags),
+        (None, None, Some(path)) => measure(args, path),
+        (None, None, None) => match (&drawing.roofline, &drawing.from) {
+            (Some(svg), Some(json)) => roofline::from_file(svg, json),
+            _ => Err(Failure::Usage("a model is needed".to_string())),
+        },
+    }
+}
+
+/// Measures a model.
+fn measure(args: &BenchArgs, path: &Path) -> Result<Outcome, Failure> {
     let shapes = shapes(args)?;
     let cancel = interrupt::on_ctrl_c()?;
-    let fail = |source| Failure::Model { path: args.model.clone(), source };
-    let model = Arc::new(Model::open(&args.model).map_err(fail)?);
+    let fail = |source| Failure::Model { path: path.to_path_buf(), source };
+    let model = Arc::new(Model::open(path).map_err(fail)?);
     let mut bench = Bench::start(args, model, &shapes, cancel)?;
     let mut rows = Vec::with_capacity(shapes.len());
     for shape in shapes {
         rows.push(bench.measure(shape)?);
     }
-    let results = Results { args, bench: &bench, rows };
-    if args.json {
-        results.print_json()?
-    } else {
-        results.print()?
-    };
+    let results = Results { args, path, bench: &bench, rows };
+    if let Some(svg) = &args.roofline.roofline {
+        roofline::draw(svg, &results.json())?;
+    }
+    results.print()?;
     Ok(Outcome::Success)
 }
 
@@ -94,6 +117,7 @@ struct Row {
 /// What a bench produced.
 struct Results<'a> {
     args: &'a BenchArgs,
+    path: &'a Path,
     bench: &'a Bench<'a>,
     rows: Vec<Row>,
 }
@@ -128,14 +152,11 @@ impl<'a> Bench<'a> {
         if context < needed {
             return Err(engine::Error::ContextOverflow { needed, context }.into());
         }
-        // Asked before this thread is pinned: then there is one.
         let threads = match args.backend.backend {
             BackendName::Cpu => Some(args.backend.threads.unwrap_or_else(cpu::physical_cores)),
-            BackendName::Reference | BackendName::ReferenceLlama | BackendName::Cuda => None,
+            BackendName::Cuda | BackendName::Reference | BackendName::ReferenceLlama => None,
         };
-        let mut backend = args.backend.clone();
-        backend.pin = !args.no_pin;
-        let started = open::start(&model, &backend, context, args.json)?;
+        let started = open::start(&model, &args.backend, context, args.json)?;
         let mut engine = started.engine;
         let peaks = if args.no_profile { Vec::new() } else { engine.backend().peaks() };
         let name = engine.backend().capabilities().name;

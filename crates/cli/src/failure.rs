@@ -37,6 +37,12 @@ pub enum Failure {
     /// Starting the CUDA backend.
     #[error(transparent)]
     Cuda(#[from] cuda::Error),
+    /// Making room for experts.
+    #[error(transparent)]
+    Experts(#[from] experts::Error),
+    /// Planning memory.
+    #[error(transparent)]
+    Plan(#[from] engine::plan::NotEnough),
     /// Making files.
     #[error(transparent)]
     Forge(forge::Error),

@@ -2,6 +2,8 @@
 
 mod args;
 mod bench;
+mod cache;
+mod cache_args;
 mod failure;
 mod forge_files;
 mod info;
@@ -13,6 +15,7 @@ mod perplexity;
 mod prompt;
 mod report;
 mod run;
+mod serve;
 mod stored;
 mod tokenize;
 
@@ -27,6 +30,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
         Command::Run(args) => run::run(&args),
+        Command::Serve(args) => serve::run(&args),
         Command::Info(args) => info::run(&args),
         Command::Tokenize(args) => tokenize::run(&args),
         Command::Convert(args) => forge_files::convert(&args),

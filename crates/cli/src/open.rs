@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use engine::{Engine, Options};
-use model::{Backend, Limits, MappedExperts, Model, ResidentWeights};
+use experts::Monitor;
+use model::{Backend, Limits, Model, ResidentWeights};
 use text::Tokenizer;
 
 use crate::args::{BackendArgs, BackendName};
+use crate::cache;
 use crate::failure::Failure;
 use crate::report::{self, Bar};
 
@@ -58,6 +60,8 @@ pub struct Started {
     pub load: Duration,
     /// Kernels chosen for this machine.
     pub variant: String,
+    /// A view of the cache of experts, if there is one.
+    pub monitor: Option<Monitor>,
 }
 
 /// Loads `model` on the backend the arguments name, with room for `context` positions.
@@ -67,6 +71,16 @@ pub fn start(
     context: usize,
     quiet: bool,
 ) -> Result<Started, Failure> {
+    start_with_room(model, args, (context, context), quiet)
+}
+
+/// As [`start`], for sessions of at most `context` positions and room for `positions` over all of them.
+pub fn start_with_room(
+    model: &Arc<Model>,
+    args: &BackendArgs,
+    (context, positions): (usize, usize),
+    quiet: bool,
+) -> Result<Started, Failure> {
     let began = Instant::now();
     let trained = model.spec.context;
     if context > trained {
@@ -74,15 +88,18 @@ pub fn start(
             "a context of {context} is more than the {trained} of the model"
         )));
     }
-    let limits = Limits { pass_rows: pass_rows(args.chunk, context), positions: context, kv: args.kv.into() };
-    let options =
-        cpu::Options { threads: args.threads, exact: args.exact, pin: args.pin, ..cpu::Options::default() };
-    let backend = backend(model, args.backend, options, limits, quiet)?;
+    let limits = Limits { pass_rows: pass_rows(args.chunk, context), positions, kv: args.kv.into() };
+    let options = cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() };
+    let plan = cache::plan(model, args, &limits)?;
+    if !quiet {
+        report::say(format_args!("{}", cache::line(&plan)));
+    }
+    let mut backend = backend(model, args.backend, options, limits, quiet)?;
     let variant = backend.capabilities().variant.clone();
-    let experts = Box::new(MappedExperts::new(model));
+    let (experts, monitor) = cache::source(model, &mut *backend, &args.cache, &plan)?;
     let options = Options { chunk: args.chunk, context };
     let engine = Engine::new(model.clone(), backend, experts, options);
-    Ok(Started { engine, load: began.elapsed(), variant })
+    Ok(Started { engine, load: began.elapsed(), variant, monitor })
 }
 
 /// Rows of the largest pass when `positions` tokens are read in chunks of `chunk`: a tail may join the last one.

@@ -10,6 +10,7 @@ use serde_json::json;
 use text::Tokenizer;
 
 use crate::args::RunArgs;
+use crate::cache::Loads;
 use crate::failure::{Failure, Outcome};
 use crate::open::{self, Started};
 use crate::report::{self, Bar};
@@ -79,6 +80,7 @@ struct Answer {
     session: Session,
     load: Duration,
     variant: String,
+    loads: Loads,
     profile: Profile,
     prompt: usize,
     reading: Duration,
@@ -92,12 +94,13 @@ struct Answer {
 
 impl Answer {
     fn new(started: Started) -> Answer {
-        let Started { mut engine, load, variant } = started;
+        let Started { mut engine, load, variant, monitor } = started;
         Answer {
             session: engine.open(),
             engine,
             load,
             variant,
+            loads: Loads::new(monitor),
             profile: Profile::default(),
             prompt: 0,
             reading: Duration::ZERO,
@@ -121,6 +124,7 @@ impl Answer {
         }
         let result = self.engine.ingest(&mut self.session, tokens, &mut request);
         self.reading = began.elapsed();
+        self.loads.mark();
         bar.finish();
         self.logits = result?.logits;
         Ok(())
@@ -152,6 +156,7 @@ impl Answer {
             self.show(&token.text, args)?;
         }
         self.writing = began.elapsed();
+        self.loads.mark();
         if !args.json {
             println_flush()?;
         }
@@ -175,6 +180,8 @@ impl Answer {
         }
         if args.stats {
             report::say(format_args!("\n{}", self.stage_table().trim_end()));
+            let times = [("read", self.reading), ("write", self.writing)];
+            self.loads.lines(times).iter().for_each(report::say);
         }
         if !args.quiet {
             report::say(format_args!("\n{}", self.summary()));
@@ -237,6 +244,9 @@ impl Answer {
         });
         if args.stats {
             value["stage_seconds"] = stages.into();
+        }
+        if let Some(loads) = self.loads.json() {
+            value["loads"] = loads;
         }
         value
     }

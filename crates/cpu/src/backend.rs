@@ -1,16 +1,17 @@
 //! The interface to the engine: books of passes, and each stage handed to its file.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use model::state::{SequenceId, Snapshot};
 use model::{
     AttentionWeights, Backend, Capabilities, DeltaWeights, Error, Intermediate, Matrix, Mixer, Pass, PassId,
-    Peaks, ResidentMatrix, Result, Spec, Stage, Wave,
+    Peaks, ResidentMatrix, Result, SlotMemory, Spec, Stage, Wave,
 };
 
 use crate::memory::Rows;
 use crate::open::{Buffers, Open, carve};
-use crate::{Cpu, attention, calibrate, delta, embed, head, moe};
+use crate::{Cpu, attention, calibrate, delta, embed, head, moe, predict};
 
 impl Cpu {
     /// Takes an open pass out of the books, does `work` with it and notes the stage.
@@ -223,8 +224,25 @@ impl Backend for Cpu {
 
     fn experts(&mut self, pass: PassId, layer: usize, wave: &Wave) -> Result<()> {
         self.stage(pass, (Stage::Experts, 0..0), |cpu, open| {
-            moe::experts(&mut cpu.team, &cpu.model, &mut cpu.inner, open, layer, wave)
+            moe::experts(&mut cpu.team, (&cpu.model, &cpu.slots), &mut cpu.inner, open, layer, wave)
         })
+    }
+
+    fn slot_memory(&mut self, bytes: usize) -> Result<(u32, Arc<dyn SlotMemory>)> {
+        self.slots.add(bytes).map_err(|error| Error::Backend {
+            backend: "cpu",
+            stage: "experts",
+            layer: 0,
+            message: format!("no memory for {bytes} bytes of expert slots: {error}"),
+        })
+    }
+
+    fn predict(&mut self, pass: PassId, layer: usize, margin: usize) -> Result<Option<Vec<u32>>> {
+        let mut open = self.take(pass)?;
+        let (spec, weights) = (&self.model.spec, &self.weights.layers[layer].moe);
+        let likely = predict::predict(&mut self.team, spec, weights, &mut open, margin);
+        self.passes[pass.0 as usize] = Some(open);
+        Ok(likely)
     }
 
     fn head(&mut self, pass: PassId) -> Result<()> {

@@ -13,7 +13,7 @@ pub enum Error {
         variant: Variant,
     },
     /// The environment asks for kernels that do not exist.
-    #[error("REDLITE_CPU_VARIANT is `{found}`; expected `avx512-vnni`, `avx512`, `avx2` or `portable`")]
+    #[error("REDLITE_CPU_VARIANT is `{found}`; expected one of {}", Variant::ALL.map(Variant::name).join(", "))]
     UnknownVariant {
         /// The value of the variable.
         found: String,

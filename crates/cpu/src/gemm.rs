@@ -222,7 +222,12 @@ pub(crate) fn gate_up(team: &mut Team, groups: &[GateUp], out: Inner) {
         .collect();
     team.split_costs(&costs, |index, units, scratch| {
         let GateUp { gate, up, x, first } = &groups[index];
+        let count = gate.rows.div_ceil(GATED_PANELS * PANEL);
         for unit in units {
+            if let Some(next) = groups.get(index + 1) {
+                let rows = next.x.count();
+                next.x.prefetch(kernels, unit * rows / count..(unit + 1) * rows / count);
+            }
             let set = PanelSet::of_both(gate, up, GATED_PANELS * unit..GATED_PANELS * (unit + 1));
             panels(kernels, scratch, &set, *x, |rows, tile, stride| match out {
                 Inner::Codes(out) => {

@@ -4,27 +4,41 @@
 //! function pointers is chosen when the backend starts; the stages see nothing but the table.
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx2_fill;
+#[cfg(target_arch = "x86_64")]
 mod blocks;
 mod conv;
 mod decode;
 mod delta;
+#[cfg(target_arch = "aarch64")]
+mod dotprod;
 mod finish;
 mod int8;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod product;
 mod rows;
 mod simd;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod tiles;
 mod unpack;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 #[cfg(target_arch = "x86_64")]
 mod vnni_fill;
 #[cfg(target_arch = "x86_64")]
+mod vnni_finish;
+#[cfg(target_arch = "x86_64")]
 mod vnni_gemv;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+#[cfg(target_arch = "aarch64")]
+use std::arch::is_aarch64_feature_detected;
 use std::fmt;
 
 use half::f16;
@@ -43,26 +57,47 @@ pub(crate) const GEMV_ROWS: usize = 4;
 /// A set of instructions that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Variant {
-    /// AVX-512 with its integer dot products (F, BW, DQ, VL, VNNI, VBMI) and GFNI.
+    /// AVX-512 with its integer dot products (F, BW, DQ, VL, VNNI, VBMI, VBMI2) and GFNI.
     Vnni,
-    /// AVX-512 (F, BW, DQ, VL).
+    /// AVX-512 with its integer dot products, but without VBMI or GFNI.
+    VnniBase,
+    /// AVX2 with FMA, F16C, and the integer dot products of AVX-VNNI.
+    Avx2Vnni,
+    /// AVX-512 (F, BW, DQ, VL), multiplying bytes as with AVX2.
     Avx512,
     /// AVX2 with FMA and F16C.
     Avx2,
+    /// NEON with dot products of bytes.
+    NeonDotprod,
+    /// What every aarch64 processor has.
+    Neon,
     /// What every processor of the target has.
     Portable,
 }
 
 impl Variant {
     /// Every variant, the best one first.
-    pub const ALL: [Variant; 4] = [Variant::Vnni, Variant::Avx512, Variant::Avx2, Variant::Portable];
+    pub const ALL: [Variant; 8] = [
+        Variant::Vnni,
+        Variant::VnniBase,
+        Variant::Avx2Vnni,
+        Variant::Avx512,
+        Variant::Avx2,
+        Variant::NeonDotprod,
+        Variant::Neon,
+        Variant::Portable,
+    ];
 
     /// Its name, as users type it.
     pub fn name(self) -> &'static str {
         match self {
             Variant::Vnni => "avx512-vnni",
+            Variant::VnniBase => "avx512-vnni-base",
+            Variant::Avx2Vnni => "avx2-vnni",
             Variant::Avx512 => "avx512",
             Variant::Avx2 => "avx2",
+            Variant::NeonDotprod => "neon-dotprod",
+            Variant::Neon => "neon",
             Variant::Portable => "portable",
         }
     }
@@ -74,7 +109,7 @@ impl Variant {
 
     /// Whether products of integers are faster than those of numbers with it.
     pub fn prefers_integers(self) -> bool {
-        self == Variant::Vnni
+        !matches!(self, Variant::Neon | Variant::Portable)
     }
 
     /// Whether this machine can run it.
@@ -90,6 +125,7 @@ impl fmt::Display for Variant {
 }
 
 /// The kernels of a variant. Shapes and meaning are described where the kernels are written.
+#[derive(Clone, Copy)]
 pub(crate) struct Kernels {
     /// Which.
     pub(crate) variant: Variant,
@@ -213,7 +249,10 @@ macro_rules! kernels {
         $(#[target_feature(enable = $features)])?
         unsafe fn gated(tile: &[f32], stride: usize, codes: &[*mut Codes], group: usize) {
             // SAFETY: the caller's promise is the same.
-            unsafe { finish::gated::<$simd>(tile, stride, codes, group) }
+            unsafe {
+                let round = |x: &_, codes, group| int8::round_group(x, codes, group);
+                finish::gated::<$simd>((tile, stride), (codes, group), round)
+            }
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn add_rows(tile: (&[f32], usize), columns: usize, to: &[*mut f32], factors: &[f32]) {
@@ -313,22 +352,44 @@ macro_rules! kernels {
 static PORTABLE: Kernels = kernels!(simd::Portable, Variant::Portable);
 
 #[cfg(target_arch = "x86_64")]
-static AVX2: Kernels = kernels!(x86::Avx2, Variant::Avx2, "avx2,fma,f16c");
+static AVX2: Kernels = Kernels {
+    // SAFETY: `table` hands this out only where the features are.
+    fill: |ty, rows, columns, panel| unsafe { avx2_fill::fill(ty, rows, columns, panel) },
+    prefetch: vnni::prefetch,
+    int_product: avx2::product,
+    ..kernels!(x86::Avx2, Variant::Avx2, "avx2,fma,f16c")
+};
 
 #[cfg(target_arch = "x86_64")]
-static AVX512: Kernels =
-    kernels!(x86::Avx512, Variant::Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+static AVX2_VNNI: Kernels = Kernels { variant: Variant::Avx2Vnni, int_product: avx2::product_vnni, ..AVX2 };
+
+#[cfg(target_arch = "x86_64")]
+static AVX512: Kernels = Kernels {
+    fill: AVX2.fill,
+    prefetch: vnni::prefetch,
+    // SAFETY: `table` hands this out only where the features are.
+    stream: |from, to| unsafe { vnni::stream(from, to) },
+    int_product: avx2::product,
+    ..kernels!(x86::Avx512, Variant::Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+};
+
+#[cfg(target_arch = "x86_64")]
+static VNNI_BASE: Kernels = Kernels {
+    variant: Variant::VnniBase,
+    // SAFETY: `table` hands this out only where the features are.
+    round: |x, out| unsafe { vnni_finish::round(x, out) },
+    int_product: vnni::product,
+    gated: vnni_finish::gated,
+    ..AVX512
+};
 
 #[cfg(target_arch = "x86_64")]
 static VNNI: Kernels = Kernels {
+    variant: Variant::Vnni,
     // SAFETY: `table` hands this out only where the features are.
     fill: |ty, rows, columns, panel| unsafe { vnni_fill::fill(ty, rows, columns, panel) },
-    prefetch: vnni::prefetch,
-    // SAFETY: as above.
-    stream: |from, to| unsafe { vnni::stream(from, to) },
-    int_product: vnni::product,
     gemv: Some(vnni_gemv::gemv),
-    ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+    ..VNNI_BASE
 };
 
 /// The table of a variant, if this machine can run it.
@@ -342,20 +403,43 @@ fn table(variant: Variant) -> Option<&'static Kernels> {
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl");
-    let vnni = avx512
-        && is_x86_feature_detected!("avx512vnni")
+    let base = avx512 && is_x86_feature_detected!("avx512vnni");
+    let vnni = base
         && is_x86_feature_detected!("avx512vbmi")
+        && is_x86_feature_detected!("avx512vbmi2")
         && is_x86_feature_detected!("gfni");
     match variant {
         Variant::Vnni => vnni.then_some(&VNNI),
+        Variant::VnniBase => base.then_some(&VNNI_BASE),
+        Variant::Avx2Vnni => (avx2 && is_x86_feature_detected!("avxvnni")).then_some(&AVX2_VNNI),
         Variant::Avx512 => avx512.then_some(&AVX512),
         Variant::Avx2 => avx2.then_some(&AVX2),
         Variant::Portable => Some(&PORTABLE),
+        Variant::NeonDotprod | Variant::Neon => None,
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+static NEON: Kernels =
+    Kernels { fill: neon::fill, prefetch: neon::prefetch, ..kernels!(neon::Neon, Variant::Neon) };
+
+#[cfg(target_arch = "aarch64")]
+static NEON_DOTPROD: Kernels =
+    Kernels { variant: Variant::NeonDotprod, int_product: dotprod::product, ..NEON };
+
+/// The table of a variant, if this machine can run it.
+#[cfg(target_arch = "aarch64")]
+fn table(variant: Variant) -> Option<&'static Kernels> {
+    match variant {
+        Variant::NeonDotprod => is_aarch64_feature_detected!("dotprod").then_some(&NEON_DOTPROD),
+        Variant::Neon => Some(&NEON),
+        Variant::Portable => Some(&PORTABLE),
+        Variant::Vnni | Variant::VnniBase | Variant::Avx2Vnni | Variant::Avx512 | Variant::Avx2 => None,
     }
 }
 
 /// The table of a variant, if this machine can run it.
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn table(variant: Variant) -> Option<&'static Kernels> {
     (variant == Variant::Portable).then_some(&PORTABLE)
 }

@@ -24,13 +24,15 @@ mod memory;
 mod moe;
 mod open;
 mod pool;
+mod predict;
+pub mod probe;
 mod team;
 mod topology;
 
 use std::sync::Arc;
 
 use model::state::host::HostState;
-use model::{Capabilities, Limits, Mixer, Model, ResidentWeights};
+use model::{Capabilities, HostSlots, Limits, Mixer, Model, ResidentWeights};
 
 pub use error::Error;
 pub use kernels::Variant;
@@ -79,6 +81,8 @@ pub struct Cpu {
     spare: Vec<Buffers>,
     /// What the first halves of experts make.
     inner: Inner,
+    /// Where experts may lie.
+    slots: HostSlots,
 }
 
 impl Cpu {
@@ -119,9 +123,16 @@ impl Cpu {
             passes: Vec::new(),
             spare: Vec::new(),
             inner: Inner::default(),
+            slots: HostSlots::new(model.clone()),
             model,
             weights,
         })
+    }
+
+    /// Bytes of activations under `limits`, for the plan of memory.
+    pub fn scratch_bytes(spec: &model::Spec, limits: &Limits) -> u64 {
+        let rows = limits.pass_rows.min(limits.positions.next_multiple_of(model::GRID));
+        (open::scratch_bytes(spec, rows, BLOCK_ROWS) + moe::inner_bytes(spec, rows)) as u64
     }
 
     /// Threads it computes with.

@@ -19,9 +19,7 @@ impl Aligned {
     /// Makes room for at least `len` numbers. What they are is unspecified. Never shrinks.
     pub(crate) fn reserve(&mut self, len: usize) {
         if len > self.len {
-            // A fresh allocation of zeros costs nothing until it is touched; growing would copy.
-            self.lines = vec![Line([0.0; 16]); len.div_ceil(16)];
-            topology::use_huge_pages(&self.lines);
+            reserve(&mut self.lines, len.div_ceil(16), Line([0.0; 16]));
             self.len = len;
         }
     }
@@ -51,6 +49,7 @@ impl DerefMut for Aligned {
 /// Makes room for at least `len` values. What they are is unspecified. Never shrinks.
 pub(crate) fn reserve<T: Copy>(values: &mut Vec<T>, len: usize, value: T) {
     if len > values.len() {
+        // Growing would copy.
         *values = Vec::with_capacity(len);
         topology::use_huge_pages(values.spare_capacity_mut());
         values.resize(len, value);
@@ -96,6 +95,11 @@ impl<'a, T> Rows<'a, T> {
     /// Number of rows.
     pub(crate) fn count(&self) -> usize {
         self.count
+    }
+
+    /// Row `i`, as many columns as rows are apart.
+    pub(crate) fn whole_row(&self, i: usize) -> &'a [T] {
+        self.row(i, self.stride)
     }
 
     /// The first `cols` columns of row `i`.

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use model::{Model, MoeWeights, ResidentMatrix, Result, Slot, Spec, Wave};
+use model::{HostSlots, Model, MoeWeights, ResidentMatrix, Result, Spec, Wave};
 
 use crate::embed;
 use crate::gemm::{self, Down, GateUp, Input, Product, Then, Weights};
@@ -161,6 +161,13 @@ pub(crate) fn used(pairs: &Pairs) -> Vec<u32> {
     (0..pairs.starts.len() - 1).filter(|&e| pairs.starts[e] < pairs.starts[e + 1]).map(|e| e as u32).collect()
 }
 
+/// Bytes of [`Inner`] for passes of `rows` rows, in the longer of the two forms.
+pub(crate) fn inner_bytes(spec: &Spec, rows: usize) -> usize {
+    let widest = spec.moe.widths.iter().copied().max().unwrap_or(0);
+    let codes = Codes::per_row(widest) * size_of::<Codes>();
+    PAIRS.min(rows * spec.moe.used) * codes.max(widest * size_of::<f32>())
+}
+
 /// What the first halves of experts make: rows of pairs, in the form that the second halves want.
 #[derive(Default)]
 pub(crate) struct Inner {
@@ -179,7 +186,7 @@ struct Piece<'a> {
 /// Adds the experts of a wave to the sums, and the sums to the residual stream after the last wave.
 pub(crate) fn experts(
     team: &mut Team,
-    model: &Model,
+    (model, slots): (&Model, &HostSlots),
     inner: &mut Inner,
     open: &mut Open,
     layer: usize,
@@ -190,7 +197,7 @@ pub(crate) fn experts(
     group(spec, rows, &mut open.buffers);
     let Buffers { hidden, norm, codes, sum, pairs, .. } = &mut open.buffers;
     let (hidden, sum) = (Out::new(hidden, cols), Out::new(sum, cols));
-    let mut pieces = pieces(model, layer, wave, pairs)?.into_iter().peekable();
+    let mut pieces = pieces((model, slots), layer, wave, pairs)?.into_iter().peekable();
     loop {
         let mut turn = Vec::new();
         let mut count = 0;
@@ -209,30 +216,33 @@ pub(crate) fn experts(
 }
 
 /// The pieces of a wave, ascending, none with more than [`PAIRS`] pairs.
-fn pieces<'a>(model: &'a Model, layer: usize, wave: &Wave, pairs: &Pairs) -> Result<Vec<Piece<'a>>> {
+fn pieces<'a>(
+    (model, slots): (&Model, &'a HostSlots),
+    layer: usize,
+    wave: &Wave,
+    pairs: &Pairs,
+) -> Result<Vec<Piece<'a>>> {
     let layout = &model.experts[layer];
     let mut pieces = Vec::new();
     for placed in wave.experts.iter() {
         let expert = placed.expert as usize;
         let slot = placed.slot;
-        if slot.arena != Slot::FILE {
-            let message = format!("expert {expert} lies in arena {}, which this backend lacks", slot.arena);
-            return Err(model::Error::Backend { backend: "cpu", stage: "experts", layer, message });
-        }
-        let matrix = |tensor: &model::ExpertTensor, at: u64| Weights {
-            ty: tensor.ty,
-            rows: tensor.rows,
-            cols: tensor.cols,
-            bytes: model.file_bytes(at, tensor.bytes()),
+        let matrix = |tensor: &model::ExpertTensor, at: u64| {
+            let bytes = slots.bytes(slot.arena, at, tensor.bytes()).ok_or_else(|| {
+                let message = format!("expert {expert} lies in arena {} at {at}: no such slot", slot.arena);
+                model::Error::Backend { backend: "cpu", stage: "experts", layer, message }
+            })?;
+            Ok::<_, model::Error>(Weights { ty: tensor.ty, rows: tensor.rows, cols: tensor.cols, bytes })
         };
+        let matrices = (
+            matrix(&layout.gate, slot.gate)?,
+            matrix(&layout.up, slot.up)?,
+            matrix(&layout.down, slot.down)?,
+        );
         let end = pairs.starts[expert + 1];
         for first in (pairs.starts[expert]..end).step_by(PAIRS) {
-            pieces.push(Piece {
-                gate: matrix(&layout.gate, slot.gate),
-                up: matrix(&layout.up, slot.up),
-                down: matrix(&layout.down, slot.down),
-                pairs: first..end.min(first + PAIRS),
-            });
+            let (gate, up, down) = matrices;
+            pieces.push(Piece { gate, up, down, pairs: first..end.min(first + PAIRS) });
         }
     }
     Ok(pieces)

@@ -63,17 +63,21 @@ pub(crate) struct Pairs {
     pub(crate) weights: Vec<f32>,
 }
 
-impl Buffers {
-    /// Makes room for a pass of `rows` rows in blocks of at most `block_rows`.
-    pub(crate) fn reserve(&mut self, spec: &Spec, rows: usize, block_rows: usize) {
-        for buffer in [&mut self.hidden, &mut self.norm, &mut self.sum] {
-            buffer.reserve(rows * spec.hidden);
-        }
-        reserve(&mut self.codes, rows * Codes::per_row(spec.hidden), Codes::ZERO);
-        for buffer in [&mut self.ids, &mut self.weights] {
-            buffer.reserve(rows * spec.moe.used);
-        }
-        self.rope.reserve(rows * spec.attention.rope_dims);
+/// Lengths of a pass's buffers.
+struct Lens {
+    /// `hidden`, `norm`, `sum`.
+    hidden: usize,
+    codes: usize,
+    /// `ids`, `weights`.
+    used: usize,
+    rope: usize,
+    block: usize,
+    block_codes: usize,
+}
+
+impl Lens {
+    /// Of a pass of `rows` rows in blocks of at most `block_rows`.
+    fn new(spec: &Spec, rows: usize, block_rows: usize) -> Lens {
         let block = rows.min(block_rows);
         let lens = [
             &crate::delta::parts(spec, block)[..],
@@ -81,11 +85,41 @@ impl Buffers {
             &crate::moe::router_parts(spec, block)[..],
             &crate::moe::shared_parts(spec, block)[..],
         ];
-        let most = lens.into_iter().map(carved_len).max();
-        self.block.reserve(most.unwrap_or(0));
         let widest = [spec.delta.value_dim(), spec.attention.query_dim(), spec.moe.shared_width];
         let widest = widest.into_iter().max().unwrap_or(0);
-        reserve(&mut self.block_codes, block * Codes::per_row(widest), Codes::ZERO);
+        Lens {
+            hidden: rows * spec.hidden,
+            codes: rows * Codes::per_row(spec.hidden),
+            used: rows * spec.moe.used,
+            rope: rows * spec.attention.rope_dims,
+            block: lens.into_iter().map(carved_len).max().unwrap_or(0),
+            block_codes: block * Codes::per_row(widest),
+        }
+    }
+}
+
+/// Bytes that passes of `rows` rows work in, for the plan of memory.
+pub(crate) fn scratch_bytes(spec: &Spec, rows: usize, block_rows: usize) -> usize {
+    let lens = Lens::new(spec, rows, block_rows);
+    let numbers = 3 * lens.hidden + 2 * lens.used + lens.rope + lens.block + spec.vocab;
+    let pairs = 2 * size_of::<u32>() * lens.used;
+    numbers * size_of::<f32>() + (lens.codes + lens.block_codes) * size_of::<Codes>() + pairs
+}
+
+impl Buffers {
+    /// Makes room for a pass of `rows` rows in blocks of at most `block_rows`.
+    pub(crate) fn reserve(&mut self, spec: &Spec, rows: usize, block_rows: usize) {
+        let lens = Lens::new(spec, rows, block_rows);
+        for buffer in [&mut self.hidden, &mut self.norm, &mut self.sum] {
+            buffer.reserve(lens.hidden);
+        }
+        reserve(&mut self.codes, lens.codes, Codes::ZERO);
+        for buffer in [&mut self.ids, &mut self.weights] {
+            buffer.reserve(lens.used);
+        }
+        self.rope.reserve(lens.rope);
+        self.block.reserve(lens.block);
+        reserve(&mut self.block_codes, lens.block_codes, Codes::ZERO);
         self.pairs.valid = false;
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use model::state::PAGE;
-use model::{Backend, Driver, ExpertSource, Model, Pass, Quiet, SequenceId};
+use model::{Backend, Driver, ExpertSource, Model, Pass, Quiet, SequenceId, Snapshot};
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
@@ -165,6 +165,14 @@ impl Engine {
             self.extend(session, &[*token]);
         }
         Ok((0..logits.rows).map(|row| logits.row(row).to_vec()).collect())
+    }
+
+    /// A session in a state that was copied to the host before, that of `tokens`.
+    pub(crate) fn adopt(&mut self, snapshot: &Snapshot, tokens: &[u32]) -> Result<Session> {
+        let sequence = self.backend.restore(snapshot)?;
+        let mut session = Session { sequence, tokens: Vec::new(), pages: Vec::new() };
+        self.extend(&mut session, tokens);
+        Ok(session)
     }
 
     /// Notes that the backend has appended `tokens` to `session`.

@@ -192,7 +192,10 @@ impl Ingestion {
             .map(|&(at, into)| SnapshotRequest { row: at - 1 - tokens.start, into })
             .collect();
         match Driver::begin(&mut *engine.backend, &engine.model.spec, &pass) {
-            Ok(driver) => Ok(Chunk { driver, tokens, checkpoints }),
+            Ok(driver) => {
+                let driver = driver.followed_by(self.chunks.front().map_or(0, Range::len));
+                Ok(Chunk { driver, tokens, checkpoints })
+            }
             Err(error) => {
                 checkpoints.iter().for_each(|&(_, into)| engine.backend.free(into));
                 Err(error.into())

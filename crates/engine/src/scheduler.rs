@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use model::GRID;
 use text::Tokenizer;
 
 use crate::cancel::Cancel;
@@ -20,6 +21,9 @@ use crate::generation::{Finish, Generation, GenerationOptions, Token};
 use crate::ingestion::{Ingestion, Request};
 use crate::prefix::common;
 use crate::sessions::{Reuse, SessionStats, Sessions};
+
+/// Tokens of a first message that are worth storing by themselves.
+const SHARED: usize = 512;
 
 /// What a scheduler may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,7 +150,7 @@ struct Task {
 }
 
 enum Work {
-    Reading(Ingestion),
+    Reading(Box<Ingestion>),
     Writing { generation: Box<Generation>, began: Instant, written: usize },
 }
 
@@ -312,7 +316,7 @@ impl Scheduler {
             Ok(ingestion) => {
                 (job.listener)(Event::Started(reuse));
                 let checkpoints = self.sessions.plan(from, job.tokens.len(), &job.boundaries);
-                let (started, work) = (Instant::now(), Work::Reading(ingestion));
+                let (started, work) = (Instant::now(), Work::Reading(Box::new(ingestion)));
                 self.running.push(Task { job, submitted, started, reuse, session, checkpoints, work });
             }
             Err(error) => {
@@ -397,6 +401,8 @@ impl Scheduler {
             Work::Writing { began, written, .. } => (began, written),
             Work::Reading(_) => (now, 0),
         };
+        // What cannot be stored is read again some day; the answer is there.
+        let _ = self.sessions.save(&mut self.engine, &session);
         self.sessions.keep(&mut self.engine, session);
         self.counts.finished += 1;
         (job.listener)(Event::Finished(Report {
@@ -453,7 +459,14 @@ impl Scheduler {
         };
         let advanced = ingestion.advance(&mut self.engine, &mut task.session, &mut request);
         self.counts.read += (task.session.len() - before) as u64;
-        made.into_iter().for_each(|checkpoint| self.sessions.keep(&mut self.engine, checkpoint));
+        let shared = task.job.boundaries.first().map(|&end| end / GRID * GRID);
+        for checkpoint in made {
+            // What many conversations begin with is worth having after a restart.
+            if Some(checkpoint.len()) == shared && checkpoint.len() >= SHARED {
+                let _ = self.sessions.save(&mut self.engine, &checkpoint);
+            }
+            self.sessions.keep(&mut self.engine, checkpoint);
+        }
         match advanced {
             Ok(false) => true,
             Ok(true) => {

@@ -17,6 +17,7 @@ use model::{GRID, KvType, SequenceId};
 use crate::engine::{Engine, Session};
 use crate::error::Result;
 use crate::prefix::{NodeId, PrefixTree};
+use crate::store::Store;
 
 /// What the cache of sessions may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +52,8 @@ pub enum Miss {
     Unknown,
     /// Known sessions part from the prompt where no checkpoint is.
     Parted,
+    /// A session on disk that went further was not as it was written.
+    Damaged,
     /// A checkpoint further on has been given up for others.
     Evicted {
         /// Where it was.
@@ -69,6 +72,7 @@ impl fmt::Display for Reuse {
                 f,
                 "known sessions go on differently after token {known}, the checkpoint before that is {reused}"
             ),
+            Miss::Damaged => write!(f, "a stored session was damaged and has been deleted"),
             Miss::Evicted { position } => {
                 write!(f, "{known} are known, but the checkpoint at {position} was given up for memory")
             }
@@ -125,6 +129,7 @@ pub struct Sessions {
     /// What the last checkpoint given up was worth: those not used since count for less.
     clock: u64,
     evicted: u64,
+    store: Option<Store>,
 }
 
 /// How many times more likely the last checkpoint of a conversation is to be used than one in its middle.
@@ -145,6 +150,7 @@ impl Sessions {
             live: 0,
             clock: 0,
             evicted: 0,
+            store: None,
         }
     }
 
@@ -156,21 +162,69 @@ impl Sessions {
         usize::try_from(options.budget / bytes).unwrap_or(usize::MAX / 2) / PAGE * PAGE
     }
 
+    /// Looks for sessions on disk too, and stores them there.
+    pub fn with_store(self, store: Store) -> Sessions {
+        Sessions { store: Some(store), ..self }
+    }
+
     /// A session that already holds as much of `tokens` as any checkpoint does, and at most all but the last: its
     /// logits have to be computed.
     ///
     /// # Errors
     /// Those of the backend.
     pub fn open(&mut self, engine: &mut Engine, tokens: &[u32]) -> Result<(Session, Reuse)> {
-        let reuse = self.look_up(tokens);
-        let found = self.deepest(tokens);
-        let Some(id) = found else { return Ok((engine.open(), reuse)) };
+        let damaged = self.load_longest(engine, tokens);
+        let mut reuse = self.look_up(tokens);
+        if damaged {
+            reuse.miss = Miss::Damaged;
+        }
         let clock = self.clock;
-        let Some(Entry::Live(checkpoint)) = self.tree.get_mut(id) else { return Ok((engine.open(), reuse)) };
+        let found = self.deepest(tokens).and_then(|id| self.tree.get_mut(id));
+        let Some(Entry::Live(checkpoint)) = found else { return Ok((engine.open(), reuse)) };
         checkpoint.used = clock;
         let sequence = engine.backend.fork(checkpoint.sequence)?;
         let pages = checkpoint.pages.clone();
         Ok((Session { sequence, tokens: tokens[..reuse.reused].to_vec(), pages }, reuse))
+    }
+
+    /// Makes a checkpoint of the longest session on disk that `tokens` begins with, if it goes further than those in
+    /// memory. Whether one was damaged.
+    fn load_longest(&mut self, engine: &mut Engine, tokens: &[u32]) -> bool {
+        let known = self.look_up(tokens).reused;
+        let mut damaged = false;
+        loop {
+            let Some(store) = &self.store else { return damaged };
+            let len = store.longest(tokens);
+            if len <= known {
+                return damaged;
+            }
+            let loaded = store.load(&tokens[..len]);
+            let session = loaded.and_then(|snapshot| engine.adopt(&snapshot, &tokens[..len]).ok());
+            match session {
+                Some(session) => {
+                    self.keep(engine, session);
+                    return damaged;
+                }
+                // It is deleted; the next longest may do. One that is whole but finds no room stays.
+                None if self.store.as_ref().is_some_and(|store| store.longest(tokens) == len) => {
+                    return damaged;
+                }
+                None => damaged = true,
+            }
+        }
+    }
+
+    /// Stores a session on disk, if there is a store.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn save(&self, engine: &mut Engine, session: &Session) -> Result<()> {
+        let Some(store) = self.store.as_ref().filter(|_| session.len() >= GRID) else { return Ok(()) };
+        if !store.contains(&session.tokens) {
+            // One that finds the writer busy is stored when its conversation goes on.
+            store.save(&session.tokens, engine.backend.snapshot(session.sequence)?);
+        }
+        Ok(())
     }
 
     /// What [`Sessions::open`] would find.

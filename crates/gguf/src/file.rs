@@ -35,7 +35,7 @@ pub struct Shard {
 
 #[derive(Debug)]
 enum Bytes {
-    Mapped(Mmap),
+    Mapped(Mmap, File),
     Owned(Vec<u8>),
 }
 
@@ -48,8 +48,16 @@ impl Shard {
     /// The whole file.
     pub fn bytes(&self) -> &[u8] {
         match &self.bytes {
-            Bytes::Mapped(map) => map,
+            Bytes::Mapped(map, _) => map,
             Bytes::Owned(bytes) => bytes,
+        }
+    }
+
+    /// The open file; none if the bytes were handed over.
+    pub fn file(&self) -> Option<&File> {
+        match &self.bytes {
+            Bytes::Mapped(_, file) => Some(file),
+            Bytes::Owned(_) => None,
         }
     }
 
@@ -69,7 +77,7 @@ impl Shard {
         // lifetime only. That nobody changes or shortens the file meanwhile cannot be enforced; it is
         // the stated condition of `Gguf`.
         let map = unsafe { Mmap::map(&file) }.map_err(io("map the file into memory"))?;
-        Ok(Shard { path: path.to_owned(), bytes: Bytes::Mapped(map) })
+        Ok(Shard { path: path.to_owned(), bytes: Bytes::Mapped(map, file) })
     }
 }
 

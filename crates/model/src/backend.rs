@@ -4,8 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::cost::Peaks;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::pass::Pass;
+use crate::slots::SlotMemory;
 use crate::stage::{Intermediate, Stage};
 use crate::state::{KvType, SequenceId, Snapshot};
 
@@ -180,6 +181,25 @@ pub trait Backend: Send {
 
     /// Routed experts of one wave, over all rows of the pass.
     fn experts(&mut self, pass: PassId, layer: usize, wave: &Wave) -> Result<()>;
+
+    /// A new arena of `bytes` bytes for expert slots, and its number ([`Slot::arena`]).
+    ///
+    /// # Errors
+    /// If the memory is not there, or the backend computes from the mapped file alone (the default).
+    fn slot_memory(&mut self, _bytes: usize) -> Result<(u32, Arc<dyn SlotMemory>)> {
+        let message = "it computes from the mapped file alone; start it without a cache".to_string();
+        Err(Error::Backend { backend: self.capabilities().name, stage: "experts", layer: 0, message })
+    }
+
+    /// The experts that `layer` is likely to choose, ascending: its norm and router on the hidden rows as they
+    /// are now, before the experts of the layer before it; each row's choice and the `margin` next likely ones.
+    /// Waits. `None` if the backend does not predict (the default).
+    ///
+    /// # Errors
+    /// Those of the kernels. The pass is as it was.
+    fn predict(&mut self, _pass: PassId, _layer: usize, _margin: usize) -> Result<Option<Vec<u32>>> {
+        Ok(None)
+    }
 
     /// Final norm and output projection, for the rows that want logits or hidden states.
     fn head(&mut self, pass: PassId) -> Result<()>;

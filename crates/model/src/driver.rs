@@ -1,57 +1,13 @@
 //! The loop over stages, as a state machine that can stop between any two steps.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::backend::{Backend, PassId, PlacedExpert, Wave};
+use crate::backend::{Backend, PassId};
 use crate::error::Result;
-use crate::model::Model;
+use crate::experts::{ExpertSource, LayerCall};
 use crate::pass::Pass;
 use crate::spec::{LayerKind, Spec};
-use crate::stage::{Stage, Step};
-
-/// Where the bytes of routed experts come from.
-pub trait ExpertSource {
-    /// Whether [`ExpertSource::start`] must be told which experts the rows chose. Reading routes waits
-    /// for the backend, so a source that has every expert in place says no.
-    fn needs_routes(&self) -> bool;
-
-    /// A layer begins. `used` are the experts its rows chose, ascending; `None` if not asked for.
-    fn start(&mut self, layer: usize, used: Option<&[u32]>) -> Result<()>;
-
-    /// The next wave of the layer, its bytes in place until the next call. The last one says so.
-    fn wave(&mut self) -> Result<Wave>;
-}
-
-/// The mapped file as a source: every expert is in place, the operating system fetches it.
-#[derive(Clone, Debug)]
-pub struct MappedExperts {
-    layers: Vec<Arc<[PlacedExpert]>>,
-    layer: usize,
-}
-
-impl MappedExperts {
-    /// All experts of `model`.
-    pub fn new(model: &Model) -> MappedExperts {
-        let layers = (0..model.spec.layers.len()).map(|layer| model.mapped_experts(layer).into()).collect();
-        MappedExperts { layers, layer: 0 }
-    }
-}
-
-impl ExpertSource for MappedExperts {
-    fn needs_routes(&self) -> bool {
-        false
-    }
-
-    fn start(&mut self, layer: usize, _used: Option<&[u32]>) -> Result<()> {
-        self.layer = layer;
-        Ok(())
-    }
-
-    fn wave(&mut self) -> Result<Wave> {
-        Ok(Wave { experts: self.layers[self.layer].clone(), last: true })
-    }
-}
+use crate::stage::{Intermediate, Stage, Step};
 
 /// Watches a pass: profile, dumps, parity.
 pub trait Observer {
@@ -92,13 +48,27 @@ impl Progress {
     }
 }
 
+/// How far a layer's experts are.
+#[derive(Debug)]
+struct Waves {
+    /// Experts its rows chose, if the source wants to know.
+    used: Option<Vec<u32>>,
+    /// Everything below has been computed.
+    from: u32,
+}
+
 /// A pass in flight.
 #[derive(Debug)]
 pub struct Driver {
     pass: PassId,
     steps: Vec<Step>,
     next: usize,
-    waves_open: bool,
+    /// Layers of the model.
+    layers: usize,
+    /// Rows of the pass, and of the one after it.
+    rows: (usize, usize),
+    /// The layer whose waves are being computed.
+    waves: Option<Waves>,
     /// Time of the calls of the step so far: experts may take several.
     spent: Duration,
 }
@@ -111,7 +81,13 @@ impl Driver {
     pub fn begin(backend: &mut dyn Backend, spec: &Spec, pass: &Pass) -> Result<Driver> {
         pass.check(spec.vocab)?;
         let steps = plan(spec, pass, backend.capabilities().block_rows);
-        Ok(Driver { pass: backend.begin(pass)?, steps, next: 0, waves_open: false, spent: Duration::ZERO })
+        let (layers, rows, pass) = (spec.layers.len(), pass.rows(), backend.begin(pass)?);
+        Ok(Driver { pass, steps, next: 0, layers, rows: (rows, 0), waves: None, spent: Duration::ZERO })
+    }
+
+    /// Says that a pass of `rows` rows will follow, so that its experts can be on their way.
+    pub fn followed_by(self, rows: usize) -> Driver {
+        Driver { rows: (self.rows.0, rows), ..self }
     }
 
     /// The open pass.
@@ -134,31 +110,65 @@ impl Driver {
         experts: &mut dyn ExpertSource,
         observer: &mut dyn Observer,
     ) -> Result<Progress> {
-        if let Some(step) = self.steps.get(self.next) {
+        if let Some(step) = self.steps.get(self.next).cloned() {
             let started = Instant::now();
             let complete = match step.stage {
-                Stage::Experts => {
-                    if !self.waves_open {
-                        let used = experts.needs_routes().then(|| backend.routes(self.pass, step.layer));
-                        experts.start(step.layer, used.transpose()?.as_deref())?;
-                    }
-                    let wave = experts.wave()?;
-                    backend.experts(self.pass, step.layer, &wave)?;
-                    self.waves_open = !wave.last;
-                    wave.last
-                }
+                Stage::Experts => self.wave(&step, backend, experts)?,
                 stage => {
                     backend.run_stage(self.pass, stage, step.layer, step.rows.clone())?;
+                    if stage == Stage::Route && experts.wants_choices(&self.call(step.layer, None)) {
+                        let ids = backend.read(self.pass, Intermediate::RouteIds)?;
+                        ids.iter().for_each(|ids| experts.choices(step.layer, ids));
+                    }
                     true
                 }
             };
             self.spent += started.elapsed();
             if complete {
-                observer.after(step, std::mem::take(&mut self.spent), backend, self.pass)?;
+                observer.after(&step, std::mem::take(&mut self.spent), backend, self.pass)?;
                 self.next += 1;
             }
         }
         Ok(self.progress())
+    }
+
+    fn call<'a>(&self, layer: usize, used: Option<&'a [u32]>) -> LayerCall<'a> {
+        LayerCall { layer, rows: self.rows.0, follow: self.rows.1, used }
+    }
+
+    /// The next wave of the experts of a layer; true after the last one.
+    fn wave(
+        &mut self,
+        step: &Step,
+        backend: &mut dyn Backend,
+        experts: &mut dyn ExpertSource,
+    ) -> Result<bool> {
+        let (layer, rows) = (step.layer, self.rows.0);
+        let waves = match self.waves.take() {
+            Some(waves) => waves,
+            None => {
+                let used =
+                    experts.needs_routes(rows).then(|| backend.routes(self.pass, layer)).transpose()?;
+                experts.start(&self.call(layer, used.as_deref()))?;
+                // After `start`, so that predicting and reading what is missing here overlap.
+                let margin = experts.wants_prediction(rows).filter(|_| layer + 1 < self.layers);
+                if let Some(margin) = margin
+                    && let Some(likely) = backend.predict(self.pass, layer + 1, margin)?
+                {
+                    experts.predicted(layer + 1, &likely);
+                }
+                Waves { used, from: 0 }
+            }
+        };
+        let wave = experts.wave(&self.call(layer, waves.used.as_deref()), waves.from)?;
+        let computed = backend.experts(self.pass, layer, &wave);
+        experts.release();
+        computed?;
+        if !wave.last {
+            let from = wave.experts.last().map_or(waves.from, |placed| placed.expert + 1);
+            self.waves = Some(Waves { from, ..waves });
+        }
+        Ok(wave.last)
     }
 
     /// Runs the rest of the pass; what [`Driver::advance`] does, until done.

@@ -1,5 +1,8 @@
 //! Errors of loading and running a model.
 
+use std::io;
+use std::path::PathBuf;
+
 use quant::Type;
 
 /// A result whose error is [`Error`].
@@ -126,6 +129,21 @@ pub enum Error {
     /// A stored state that does not belong to this model or is damaged.
     #[error("stored state refused: {0}")]
     Snapshot(String),
+
+    /// Bytes of experts that could not be read from the file.
+    #[error("{}: tensor `{tensor}`: cannot read {len} bytes at offset {offset}: {source}", file.display())]
+    Load {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Where in the file.
+        offset: u64,
+        /// How much was wanted.
+        len: u64,
+        /// What the system said.
+        source: io::Error,
+    },
 
     /// A failure inside a backend.
     #[error("backend `{backend}`, stage {stage}, layer {layer}: {message}")]

@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use model::{
-    Backend, Capabilities, Driver, Error, ExpertSource, Intermediate, Matrix, Observer, Pass, PassId,
-    PlacedExpert, Progress, Result, SequenceId, Slot, Snapshot, Spec, Stage, Step, Wave,
+    Backend, Capabilities, Driver, Error, ExpertSource, Intermediate, LayerCall, Matrix, Observer, Pass,
+    PassId, PlacedExpert, Progress, Result, SequenceId, Slot, Snapshot, Spec, Stage, Step, Wave,
 };
 use testkit::{TinyModel, TinyOptions};
 
@@ -108,6 +108,10 @@ impl Backend for Log {
         let ids: Vec<u32> = wave.experts.iter().map(|placed| placed.expert).collect();
         self.note(format!("experts.{layer} {ids:?}{}", if wave.last { " last" } else { "" }))
     }
+    fn predict(&mut self, _: PassId, layer: usize, margin: usize) -> Result<Option<Vec<u32>>> {
+        self.note(format!("predict.{layer}"))?;
+        Ok(Some(vec![margin as u32]))
+    }
     fn head(&mut self, _: PassId) -> Result<()> {
         self.note("head".to_string())
     }
@@ -128,32 +132,53 @@ impl Backend for Log {
 /// Gives one expert at a time: those that rows chose, if it asks for them. Each takes a while.
 struct Singles {
     asks: bool,
-    left: Vec<u32>,
     fail_at: Option<u32>,
+    /// What it is told besides.
+    heard: Vec<String>,
+}
+
+impl Singles {
+    fn new(asks: bool) -> Singles {
+        Singles { asks, fail_at: None, heard: Vec::new() }
+    }
 }
 
 const WHILE: Duration = Duration::from_micros(500);
 
 impl ExpertSource for Singles {
-    fn needs_routes(&self) -> bool {
+    fn needs_routes(&self, _: usize) -> bool {
         self.asks
     }
 
-    fn start(&mut self, _: usize, used: Option<&[u32]>) -> Result<()> {
-        assert_eq!(used.is_some(), self.asks);
-        self.left = used.map_or(vec![0, 1], <[u32]>::to_vec);
+    fn start(&mut self, call: &LayerCall) -> Result<()> {
+        assert_eq!(call.used.is_some(), self.asks);
+        self.heard.push(format!("start {} {}", call.layer, call.rows));
         Ok(())
     }
 
-    fn wave(&mut self) -> Result<Wave> {
+    fn wave(&mut self, call: &LayerCall, from: u32) -> Result<Wave> {
         let started = Instant::now();
         while started.elapsed() < WHILE {}
-        let expert = self.left.remove(0);
+        let used = call.used.unwrap_or(&[0, 1]);
+        let left: Vec<u32> = used.iter().copied().filter(|&expert| expert >= from).collect();
+        let expert = left[0];
         if self.fail_at == Some(expert) {
             return Err(Error::Pass("the disk is gone".to_string()));
         }
         let slot = Slot { arena: 1, gate: 0, up: 0, down: 0 };
-        Ok(Wave { experts: [PlacedExpert { expert, slot }].into(), last: self.left.is_empty() })
+        Ok(Wave { experts: [PlacedExpert { expert, slot }].into(), last: left.len() == 1 })
+    }
+
+    fn release(&mut self) {
+        self.heard.push("release".to_string());
+    }
+
+    fn wants_prediction(&self, _: usize) -> Option<usize> {
+        self.asks.then_some(2)
+    }
+
+    fn predicted(&mut self, layer: usize, experts: &[u32]) {
+        self.heard.push(format!("predicted {layer} {experts:?}"));
     }
 }
 
@@ -180,7 +205,7 @@ fn pass(rows: usize, logits: &[usize]) -> Pass {
 fn blocks_inside_a_layer_and_experts_once_for_all_rows() {
     let (mut log, mut seen) = (Log::new(), Seen::default());
     let mut driver = Driver::begin(&mut log, &spec(), &pass(200, &[199])).unwrap();
-    let mut experts = Singles { asks: true, left: vec![], fail_at: None };
+    let mut experts = Singles::new(true);
     driver.finish(&mut log, &mut experts, &mut seen).unwrap();
     assert!(driver.progress().is_done() && driver.next_step().is_none());
 
@@ -192,10 +217,13 @@ fn blocks_inside_a_layer_and_experts_once_for_all_rows() {
             expected.extend(["route", "shared"].map(|stage| format!("{stage}.{layer} {rows}")));
         }
         expected.push(format!("routes.{layer}"));
+        expected.extend((layer < 3).then(|| format!("predict.{}", layer + 1)));
         expected.extend(["[1]", "[4]", "[5] last"].map(|wave| format!("experts.{layer} {wave}")));
     }
     expected.push("head".into());
     assert_eq!(log.calls, expected);
+    let first = ["start 0 200", "predicted 1 [2]", "release", "release", "release", "start 1 200"];
+    assert_eq!(experts.heard[..6], first);
     // The observer hears of every step once; experts took as long as all their waves.
     assert_eq!(seen.0.len(), driver.progress().total);
     let times: Vec<Duration> =
@@ -207,7 +235,7 @@ fn blocks_inside_a_layer_and_experts_once_for_all_rows() {
 fn a_pass_stops_between_any_two_calls_and_goes_on() {
     let (mut log, mut seen) = (Log::new(), Seen::default());
     let mut driver = Driver::begin(&mut log, &spec(), &pass(3, &[])).unwrap();
-    let mut experts = Singles { asks: false, left: vec![], fail_at: None };
+    let mut experts = Singles::new(false);
     let total = driver.progress().total;
     assert_eq!(total, 1 + 4 * 6, "one block; no head, since nobody wants logits");
     let mut advances = 0;
@@ -230,7 +258,7 @@ fn a_pass_stops_between_any_two_calls_and_goes_on() {
 fn errors_surface_and_bad_passes_never_begin() {
     let mut log = Log::new();
     let mut driver = Driver::begin(&mut log, &spec(), &pass(3, &[2])).unwrap();
-    let mut experts = Singles { asks: true, left: vec![], fail_at: Some(4) };
+    let mut experts = Singles { fail_at: Some(4), ..Singles::new(true) };
     let error = driver.finish(&mut log, &mut experts, &mut Seen::default()).unwrap_err();
     assert!(error.to_string().contains("the disk is gone"));
     assert_eq!(log.calls.last().unwrap(), "experts.0 [1]");

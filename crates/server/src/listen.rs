@@ -10,6 +10,10 @@ use hyper_util::service::TowerToHyperService;
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 
+use crate::routes::router;
+use crate::security::Access;
+use crate::service::Service;
+
 /// Connections open at once.
 const CONNECTIONS: usize = 512;
 /// Time for the head of a request to arrive, and between requests of a connection.
@@ -18,6 +22,39 @@ const HEAD_TIME: Duration = Duration::from_secs(30);
 const HEAD: usize = 64 << 10;
 /// Most header lines.
 const HEADERS: usize = 100;
+
+/// Serves a service until Ctrl-C or a signal to terminate. Returns at once then; what is running is given up.
+///
+/// # Errors
+/// If the system refuses threads, the listener or the signals.
+pub fn serve(listener: std::net::TcpListener, service: Arc<Service>, access: Access) -> std::io::Result<()> {
+    // Little work happens here: the engine's threads have the processors.
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let stop = runtime.block_on(async { stop_signal() })?;
+    listener.set_nonblocking(true)?;
+    runtime.block_on(async move {
+        let listener = TcpListener::from_std(listener)?;
+        listen(listener, router(service, access), stop).await;
+        Ok(())
+    })
+}
+
+#[cfg(unix)]
+fn stop_signal() -> std::io::Result<impl Future<Output = ()>> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+    })
+}
+
+#[cfg(not(unix))]
+fn stop_signal() -> std::io::Result<impl Future<Output = ()>> {
+    Ok(async { drop(tokio::signal::ctrl_c().await) })
+}
 
 /// Serves connections until `stop` is done. A client that goes away has its requests given up.
 pub async fn listen(listener: TcpListener, router: Router, stop: impl Future<Output = ()>) {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use model::{
-    Backend, Driver, ExpertSource, Intermediate, MappedExperts, Matrix, Model, Observer, Pass, PassId,
-    PlacedExpert, Quiet, Result, SequenceId, Spec, Stage, Step, Wave,
+    Backend, Driver, ExpertSource, Intermediate, LayerCall, MappedExperts, Matrix, Model, Observer, Pass,
+    PassId, PlacedExpert, Quiet, Result, SequenceId, Spec, Stage, Step, Wave,
 };
 
 /// Runs one pass from begin to commit and returns its logits.
@@ -81,32 +81,28 @@ pub fn relative_rms(a: &[f32], b: &[f32]) -> f64 {
 pub struct Waves {
     layers: Vec<Vec<PlacedExpert>>,
     size: usize,
-    left: Vec<PlacedExpert>,
 }
 
 impl Waves {
     /// Waves of `size` experts.
     pub fn new(model: &Model, size: usize) -> Waves {
         let layers = (0..model.spec.layers.len()).map(|layer| model.mapped_experts(layer)).collect();
-        Waves { layers, size, left: Vec::new() }
+        Waves { layers, size }
     }
 }
 
 impl ExpertSource for Waves {
-    fn needs_routes(&self) -> bool {
+    fn needs_routes(&self, _rows: usize) -> bool {
         true
     }
 
-    fn start(&mut self, layer: usize, used: Option<&[u32]>) -> Result<()> {
-        let used = used.expect("routes were asked for");
-        self.left = used.iter().map(|&expert| self.layers[layer][expert as usize]).collect();
-        Ok(())
-    }
-
-    fn wave(&mut self) -> Result<Wave> {
-        let rest = self.left.split_off(self.size.min(self.left.len()));
-        let experts: Arc<[PlacedExpert]> = std::mem::replace(&mut self.left, rest).into();
-        Ok(Wave { experts, last: self.left.is_empty() })
+    fn wave(&mut self, call: &LayerCall, from: u32) -> Result<Wave> {
+        let used = call.used.expect("routes were asked for");
+        let left = &used[used.partition_point(|&expert| expert < from)..];
+        let wave = &left[..self.size.min(left.len())];
+        let experts: Arc<[PlacedExpert]> =
+            wave.iter().map(|&expert| self.layers[call.layer][expert as usize]).collect();
+        Ok(Wave { experts, last: wave.len() == left.len() })
     }
 }
 

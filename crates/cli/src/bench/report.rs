@@ -1,6 +1,7 @@
 //! What `bench` prints.
 
 use std::io::Write;
+use std::path::Path;
 
 use engine::{Profile, StageProfile};
 use model::{Cost, Peaks};
@@ -10,10 +11,13 @@ use super::{Bench, Results, Row, Test};
 use crate::report;
 
 impl Results<'_> {
-    /// Tables.
+    /// Tables, or one JSON object.
     pub(super) fn print(&self) -> std::io::Result<()> {
         let mut out = std::io::stdout().lock();
-        writeln!(out, "{}", self.bench.description())?;
+        if self.args.json {
+            return writeln!(out, "{:#}", self.json());
+        }
+        writeln!(out, "{}", self.bench.description(self.path))?;
         writeln!(out, "every row of a prompt in every layer; logits of the last row, as in use")?;
         for peaks in &self.bench.peaks {
             writeln!(out, "{}", peak_line(peaks))?;
@@ -50,25 +54,23 @@ impl Results<'_> {
         report::table(&["test", "tokens", "depth", "tokens/s", "min", "max", "spread"], &rows)
     }
 
-    /// One JSON object.
-    pub(super) fn print_json(&self) -> std::io::Result<()> {
+    /// Everything, with every sample.
+    pub(super) fn json(&self) -> Value {
         let (args, bench) = (self.args, self.bench);
         let results: Vec<Value> = self.rows.iter().map(|row| self.row_json(row)).collect();
-        let capabilities = bench.backend_name();
-        let value = json!({
+        json!({
             "program": concat!("redlite ", env!("CARGO_PKG_VERSION")),
-            "model": args.model.display().to_string(),
+            "model": self.path.display().to_string(),
             "description": bench.model.spec.name,
             "bytes": bench.file_bytes(),
-            "backend": capabilities, "kernels": bench.variant,
-            "threads": bench.threads, "pinned": !args.no_pin,
+            "backend": bench.name, "kernels": bench.variant,
+            "threads": bench.threads,
             "kv": if bench.kv().bytes() == 4 { "f32" } else { "f16" },
             "chunk": args.backend.chunk, "exact": args.backend.exact,
             "seed": args.seed, "repeat": args.repeat, "unit": "tokens/s",
             "peaks": bench.peaks.iter().map(peaks_json).collect::<Vec<_>>(),
             "results": results,
-        });
-        writeln!(std::io::stdout().lock(), "{value:#}")
+        })
     }
 
     fn row_json(&self, row: &Row) -> Value {
@@ -93,26 +95,21 @@ impl Results<'_> {
 }
 
 impl Bench<'_> {
-    fn backend_name(&self) -> &'static str {
-        self.name
-    }
-
     fn file_bytes(&self) -> u64 {
         self.model.gguf.shards().iter().map(|shard| shard.size()).sum()
     }
 
-    fn description(&self) -> String {
+    fn description(&self, path: &Path) -> String {
         let mut text = format!(
             "{}: {}, {}; {} {}",
-            self.args.model.display(),
+            path.display(),
             self.model.spec.name,
             report::size(self.file_bytes()),
-            self.backend_name(),
+            self.name,
             self.variant,
         );
         if let Some(threads) = self.threads {
-            let pinned = if self.args.no_pin { "" } else { "pinned " };
-            text += &format!(", {threads} {pinned}{}", if threads == 1 { "thread" } else { "threads" });
+            text += &format!(", {threads} {}", if threads == 1 { "thread" } else { "threads" });
         }
         text
     }
@@ -140,7 +137,8 @@ impl Rates {
     }
 }
 
-fn peak_line(peaks: &Peaks) -> String {
+/// The peaks in a line.
+pub(super) fn peak_line(peaks: &Peaks) -> String {
     let Peaks { workers, quantised, plain, bytes } = peaks;
     let mut text = format!("peak of {workers}: {:.0} GOP/s {}", quantised.rate / 1e9, quantised.unit);
     if plain.unit != quantised.unit {
@@ -149,7 +147,8 @@ fn peak_line(peaks: &Peaks) -> String {
     text + &format!(", {:.1} GB/s read", bytes / 1e9)
 }
 
-fn peaks_json(peaks: &Peaks) -> Value {
+/// The peaks as JSON.
+pub(super) fn peaks_json(peaks: &Peaks) -> Value {
     json!({
         "workers": peaks.workers,
         "quantised": { "unit": peaks.quantised.unit, "operations_per_second": peaks.quantised.rate },

@@ -10,6 +10,7 @@ pub(super) fn integers() -> Products {
 }
 
 /// Multiply-adds of 64 independent numbers.
+#[cfg_attr(target_arch = "aarch64", allow(dead_code))] // which always has better ones
 pub(super) fn numbers() -> Products {
     Products { kernel: multiply_adds, operations: 2 * 64 }
 }
@@ -29,6 +30,7 @@ fn dots(rounds: u64) -> u64 {
     sums.iter().fold(0, |a, &b| a ^ b as u64)
 }
 
+#[cfg_attr(target_arch = "aarch64", allow(dead_code))]
 fn multiply_adds(rounds: u64) -> u64 {
     let (a, b) = (black_box(0.999_f32), black_box(1e-3_f32));
     let mut sums: [f32; 64] = black_box(std::array::from_fn(|i| i as f32));

@@ -69,6 +69,17 @@ impl<'a> Input<'a> {
         Input { numbers, codes: self.codes.map(|codes| codes.part(rows)) }
     }
 
+    /// Asks for the integers of some rows.
+    pub(super) fn prefetch(&self, kernels: &Kernels, rows: Range<usize>) {
+        if let Some(codes) = self.codes {
+            for row in rows {
+                for codes in codes.whole_row(row) {
+                    (kernels.prefetch)((&raw const *codes).cast(), Codes::HOT_BYTES);
+                }
+            }
+        }
+    }
+
     /// Number of rows.
     pub(super) fn count(&self) -> usize {
         self.numbers.map(|numbers| numbers.count()).or(self.codes.map(|codes| codes.count())).unwrap_or(0)

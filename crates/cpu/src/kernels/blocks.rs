@@ -1,4 +1,4 @@
-//! Decoding blocks to integers in registers, for AVX-512 with VBMI and GFNI.
+//! Decoding blocks to integers in registers, for AVX-512 with VBMI, VBMI2 and GFNI.
 //!
 //! A decoder takes the blocks of 16 weight rows and hands run after run of columns to a [`Sink`]: one stores
 //! them as a panel, another multiplies them where they are. The integers, scales and offsets are those of

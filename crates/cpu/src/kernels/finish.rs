@@ -1,16 +1,20 @@
 //! What becomes of a tile of products while it is in the first cache.
 
-use super::int8::{Codes, GROUP, PANEL, round_group};
+use super::int8::{Codes, GROUP, PANEL};
 use super::rows;
 use super::simd::Simd;
 
-/// SiLU(gate) · up of two panels each, rounded to one group of every row's codes. `tile` is [rows][stride],
-/// of which four times [`PANEL`] are used: gate, up, gate, up.
+/// SiLU(gate) · up of two panels each, rounded by `round` to one group of every row's codes. `tile` is
+/// [rows][stride], of which four times [`PANEL`] are used: gate, up, gate, up.
 ///
 /// # Safety
-/// As [`round_group`], for each of `codes`, of which there are as many as rows.
+/// As [`super::int8::round_group`], for each of `codes`, of which there are as many as rows.
 #[inline(always)]
-pub(super) unsafe fn gated<S: Simd>(tile: &[f32], stride: usize, codes: &[*mut Codes], group: usize) {
+pub(super) unsafe fn gated<S: Simd>(
+    (tile, stride): (&[f32], usize),
+    (codes, group): (&[*mut Codes], usize),
+    round: impl Fn(&[f32; GROUP], *mut Codes, usize),
+) {
     for (tile, &codes) in tile.chunks(stride).zip(codes) {
         let mut inner = [0.0; GROUP];
         for (inner, both) in
@@ -19,8 +23,7 @@ pub(super) unsafe fn gated<S: Simd>(tile: &[f32], stride: usize, codes: &[*mut C
             *inner = both[0];
             rows::swiglu::<S>(inner, &both[1]);
         }
-        // SAFETY: the caller's promise.
-        unsafe { round_group(&inner, codes, group) };
+        round(&inner, codes, group);
     }
 }
 

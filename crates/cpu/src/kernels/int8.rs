@@ -33,6 +33,10 @@ pub(crate) const GROUPS: usize = COLUMNS / GROUP;
 /// to its value.
 pub(super) const MAGIC: f32 = 12_582_912.0;
 
+/// Its bits.
+#[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))]
+pub(super) const MAGIC_BITS: i32 = MAGIC.to_bits() as i32;
+
 /// What weights are shifted by to be unsigned, as one factor of the multiplier must be.
 pub(super) const SHIFT: i32 = 128;
 
@@ -95,6 +99,28 @@ pub(crate) struct Form {
     pub(crate) halves: bool,
     /// Whether there is an offset.
     pub(crate) offset: bool,
+    /// The smallest integer.
+    pub(crate) lowest: i8,
+    /// How far above it the largest lies at most.
+    pub(crate) span: u8,
+}
+
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // whose multipliers need it
+impl Form {
+    /// The smallest integer, as it lies in a panel.
+    pub(super) fn zero(self) -> u8 {
+        (i32::from(self.lowest) + SHIFT) as u8
+    }
+
+    /// As [`Codes::starts`], for weights less [`Form::zero`].
+    pub(super) fn start_from_zero(self, start: i32) -> i32 {
+        MAGIC_BITS + (MAGIC_BITS - start) / SHIFT * i32::from(self.lowest)
+    }
+
+    /// How many sums of two products with weights less [`Form::zero`] can be added in sixteen bits.
+    pub(super) fn pairs_in_sixteen_bits(self) -> i32 {
+        i32::from(i16::MAX) / (2 * 127 * i32::from(self.span))
+    }
 }
 
 /// Some columns of [`PANEL`] weight rows, decoded to integers.
@@ -161,13 +187,33 @@ pub(super) unsafe fn round_group(x: &[f32; GROUP], codes: *mut Codes, group: usi
 /// anything.
 #[inline(always)]
 pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
+    fill_with(unpack::form(ty), rows, columns, panel, (by_type(ty), transpose));
+}
+
+/// What decodes a row of blocks: bytes, integers, scales, offsets.
+#[inline(always)]
+pub(super) fn by_type(ty: Type) -> impl Fn(&[u8], &mut [u8], &mut [f32], &mut [f32]) {
+    move |bytes, q, scales, offsets| unpack::unpack(ty, bytes, q, scales, offsets)
+}
+
+/// As [`fill`], given what decodes a row and what transposes as [`transpose`] does.
+#[inline(always)]
+pub(super) fn fill_with(
+    form: Form,
+    rows: &[&[u8]],
+    columns: usize,
+    panel: &mut Panel,
+    (unpack, transpose): (
+        impl Fn(&[u8], &mut [u8], &mut [f32], &mut [f32]),
+        impl Fn(&[[u8; COLUMNS]; PANEL], usize, &mut Panel),
+    ),
+) {
     let mut natural = [[0; COLUMNS]; PANEL];
-    let form = unpack::form(ty);
     let runs = columns / if form.halves { 16 } else { 32 };
     for (row, (bytes, natural)) in rows.iter().zip(&mut natural).enumerate() {
         let mut scales = [0.0; COLUMNS / 16];
         let mut offsets = [0.0; COLUMNS / 16];
-        unpack::unpack(ty, bytes, &mut natural[..columns], &mut scales, &mut offsets);
+        unpack(bytes, &mut natural[..columns], &mut scales, &mut offsets);
         for run in 0..runs {
             panel.scales[run][row] = scales[run];
             if form.offset {
@@ -256,3 +302,6 @@ fn run<const N: usize>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,4 +1,4 @@
-//! Words of AVX-512 with VBMI and GFNI.
+//! Words of AVX-512 with VBMI, VBMI2 and GFNI.
 //!
 //! Every function is inlined into one that is compiled with the features it uses; see [`super::table`]. A lane
 //! is a word of 32 bits and belongs to one of 16 weight rows.
@@ -64,10 +64,12 @@ lanes! {
     fn right(a: Int, by: u32) -> Int { _mm512_srlv_epi32(a, _mm512_set1_epi32(by as i32)) }
     /// Words shifted left.
     fn left(a: Int, by: u32) -> Int { _mm512_sllv_epi32(a, _mm512_set1_epi32(by as i32)) }
-    /// The upper halves of words from a's lower ones, the lower ones from b.
-    fn upper_from(a: Int, b: Int) -> Int { _mm512_mask_mov_epi16(b, 0xaaaa_aaaa, _mm512_slli_epi32::<16>(a)) }
-    /// The upper halves of words from a, the lower ones from b's upper ones.
-    fn lower_from(a: Int, b: Int) -> Int { _mm512_mask_mov_epi16(_mm512_srli_epi32::<16>(b), 0xaaaa_aaaa, a) }
+    /// Words rotated left.
+    fn rotated<const BY: i32>(a: Int) -> Int { _mm512_rol_epi32::<BY>(a) }
+    /// The lower halves of words from a, the upper ones from b.
+    fn low_high(a: Int, b: Int) -> Int { _mm512_mask_mov_epi16(a, 0xaaaa_aaaa, b) }
+    /// The lower halves of words from a's upper ones, the upper ones from b's lower ones.
+    fn high_low(a: Int, b: Int) -> Int { _mm512_shrdi_epi32::<16>(a, b) }
     /// A byte's bits through a matrix, see [`matrix`], then through xor.
     fn affine<const XOR: i32>(a: Int, matrix: u64) -> Int {
         _mm512_gf2p8affine_epi64_epi8::<XOR>(a, _mm512_set1_epi64(matrix as i64))
@@ -82,10 +84,6 @@ lanes! {
     fn where_set(other: Int, mask: u64, a: Int) -> Int { _mm512_mask_mov_epi8(other, mask, a) }
     /// Highest bits of bytes.
     fn high_bits(a: Int) -> u64 { _mm512_movepi8_mask(a) }
-    /// Second highest bits of bytes.
-    fn second_bits(a: Int) -> u64 { _mm512_movepi8_mask(_mm512_add_epi8(a, a)) }
-    /// Bytes that share a set bit with those of the mask.
-    fn test(a: Int, mask: Int) -> u64 { _mm512_test_epi8_mask(a, mask) }
     /// Eight bits of each pair of words, from the bit on that a byte of `from` says.
     fn fields(a: Int, from: Int) -> Int { _mm512_multishift_epi64_epi8(from, a) }
     /// All ones in words that are negative.
@@ -102,6 +100,12 @@ lanes! {
     fn minus(a: Float) -> Float {
         _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), _mm512_set1_epi32(i32::MIN)))
     }
+}
+
+/// Bits of bytes, by their number. (Shifts and [`high_bits`] share no port with table look-ups, comparisons do.)
+#[inline(always)]
+pub(super) fn bits<const INDEX: u32>(a: Int) -> u64 {
+    high_bits(if INDEX == 7 { a } else { left(a, 7 - INDEX) })
 }
 
 /// Byte `index` of every word, as a number.
@@ -159,39 +163,19 @@ pub(super) const fn moving(count: usize, from: usize, to: usize) -> u64 {
     matrix(bits)
 }
 
-/// 16 × 16 words, rows to columns.
+/// From quarters of vectors, q of vector i for row 4q + i, to words: [word][row].
 #[inline(always)]
-pub(super) fn transposed(rows: [Int; 16]) -> [Int; 16] {
+fn transposed(fours: [Int; 4]) -> [Int; 4] {
     // SAFETY: only reached from functions compiled with the features, chosen after detection.
     unsafe {
-        let mut pairs = [zero(); 16];
-        for i in 0..8 {
-            // Words c and c + 1 (of every four) of the rows 2i, 2i + 1.
-            pairs[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
-            pairs[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
-        }
-        let mut fours = [zero(); 16];
-        for i in 0..4 {
-            // fours[4i + c]: word c of every four, of the rows 4i .. 4i + 4.
-            fours[4 * i] = _mm512_unpacklo_epi64(pairs[4 * i], pairs[4 * i + 2]);
-            fours[4 * i + 1] = _mm512_unpackhi_epi64(pairs[4 * i], pairs[4 * i + 2]);
-            fours[4 * i + 2] = _mm512_unpacklo_epi64(pairs[4 * i + 1], pairs[4 * i + 3]);
-            fours[4 * i + 3] = _mm512_unpackhi_epi64(pairs[4 * i + 1], pairs[4 * i + 3]);
-        }
-        let mut out = [zero(); 16];
-        for c in 0..4 {
-            // Quarters: [quarter of the columns], each of four rows.
-            let (a, b, d, e) = (fours[c], fours[4 + c], fours[8 + c], fours[12 + c]);
-            let low = _mm512_shuffle_i32x4::<0x44>(a, b);
-            let high = _mm512_shuffle_i32x4::<0xee>(a, b);
-            let low2 = _mm512_shuffle_i32x4::<0x44>(d, e);
-            let high2 = _mm512_shuffle_i32x4::<0xee>(d, e);
-            out[c] = _mm512_shuffle_i32x4::<0x88>(low, low2);
-            out[4 + c] = _mm512_shuffle_i32x4::<0xdd>(low, low2);
-            out[8 + c] = _mm512_shuffle_i32x4::<0x88>(high, high2);
-            out[12 + c] = _mm512_shuffle_i32x4::<0xdd>(high, high2);
-        }
-        out
+        let low = [_mm512_unpacklo_epi32(fours[0], fours[1]), _mm512_unpacklo_epi32(fours[2], fours[3])];
+        let high = [_mm512_unpackhi_epi32(fours[0], fours[1]), _mm512_unpackhi_epi32(fours[2], fours[3])];
+        [
+            _mm512_unpacklo_epi64(low[0], low[1]),
+            _mm512_unpackhi_epi64(low[0], low[1]),
+            _mm512_unpacklo_epi64(high[0], high[1]),
+            _mm512_unpackhi_epi64(high[0], high[1]),
+        ]
     }
 }
 
@@ -205,12 +189,10 @@ unsafe fn quarter(from: *const u8) -> __m128i {
     unsafe { _mm_loadu_si128(from.cast()) }
 }
 
-/// Where the blocks of 16 weight rows begin.
+/// Where the blocks of 16 weight rows begin. Reads are at the same distance from the beginning of each.
 #[derive(Clone, Copy)]
 pub(super) struct Rows([*const u8; 16]);
 
-/// Reads from all rows at the same distance `at` from their beginning. Callers stay inside the rows' blocks,
-/// whose number [`super::blocks::decode`] has checked.
 impl Rows {
     /// The given rows; behind the last one, the last one again.
     pub(super) fn new(rows: &[&[u8]]) -> Rows {
@@ -218,33 +200,24 @@ impl Rows {
         Rows(std::array::from_fn(|row| rows[row.min(last)].as_ptr()))
     }
 
-    /// 16 words of every row, its 64 bytes first brought into the order `index` says: [word][row].
+    /// 16 bytes of every row: quarter q of vector i is row 4q + i.
     ///
     /// # Safety
     /// The bytes must lie inside all rows.
     #[inline(always)]
-    pub(super) unsafe fn words(&self, at: usize, index: &Table<64>) -> [Int; 16] {
-        let mut rows = [zero(); 16];
-        for row in 0..16 {
-            // SAFETY: the caller's promise; features as everywhere here.
-            let bytes = unsafe { _mm512_loadu_si512(self.0[row].add(at).cast()) };
-            rows[row] = look(bytes, index.piece(0));
+    unsafe fn fours(&self, at: usize) -> [Int; 4] {
+        let mut fours = [zero(); 4];
+        for i in 0..4 {
+            // SAFETY: the caller's promise; features as everywhere here. Broadcasts under a mask need no port of
+            // the shuffles.
+            unsafe {
+                let first = _mm512_zextsi128_si512(quarter(self.0[i].add(at)));
+                let second = _mm512_mask_broadcast_i32x4(first, 0x00f0, quarter(self.0[4 + i].add(at)));
+                let third = _mm512_mask_broadcast_i32x4(second, 0x0f00, quarter(self.0[8 + i].add(at)));
+                fours[i] = _mm512_mask_broadcast_i32x4(third, 0xf000, quarter(self.0[12 + i].add(at)));
+            }
         }
-        transposed(rows)
-    }
-
-    /// 16 words of every row, as they lie: [word][row].
-    ///
-    /// # Safety
-    /// The bytes must lie inside all rows.
-    #[inline(always)]
-    pub(super) unsafe fn plain_words(&self, at: usize) -> [Int; 16] {
-        let mut rows = [zero(); 16];
-        for row in 0..16 {
-            // SAFETY: the caller's promise; features as everywhere here.
-            rows[row] = unsafe { _mm512_loadu_si512(self.0[row].add(at).cast()) };
-        }
-        transposed(rows)
+        fours
     }
 
     /// Four words of every row: [word][row].
@@ -253,108 +226,49 @@ impl Rows {
     /// The bytes must lie inside all rows.
     #[inline(always)]
     pub(super) unsafe fn four_words(&self, at: usize) -> [Int; 4] {
+        // SAFETY: the caller's promise.
+        transposed(unsafe { self.fours(at) })
+    }
+
+    /// As [`Rows::four_words`], the 16 bytes of every row first brought into an order, the same for every
+    /// quarter of `index`.
+    ///
+    /// # Safety
+    /// The bytes must lie inside all rows.
+    #[inline(always)]
+    pub(super) unsafe fn ordered_words(&self, at: usize, index: &Table<64>) -> [Int; 4] {
         // SAFETY: the caller's promise; features as everywhere here.
         unsafe {
-            // Quarter q of vector i: row 4q + i.
-            let mut fours = [zero(); 4];
+            let mut fours = self.fours(at);
             for i in 0..4 {
-                let first = _mm512_zextsi128_si512(quarter(self.0[i].add(at)));
-                let second = _mm512_mask_broadcast_i32x4(first, 0x00f0, quarter(self.0[4 + i].add(at)));
-                let third = _mm512_mask_broadcast_i32x4(second, 0x0f00, quarter(self.0[8 + i].add(at)));
-                fours[i] = _mm512_mask_broadcast_i32x4(third, 0xf000, quarter(self.0[12 + i].add(at)));
+                fours[i] = _mm512_shuffle_epi8(fours[i], index.piece(0));
             }
-            let low = [_mm512_unpacklo_epi32(fours[0], fours[1]), _mm512_unpacklo_epi32(fours[2], fours[3])];
-            let high = [_mm512_unpackhi_epi32(fours[0], fours[1]), _mm512_unpackhi_epi32(fours[2], fours[3])];
-            [
-                _mm512_unpacklo_epi64(low[0], low[1]),
-                _mm512_unpackhi_epi64(low[0], low[1]),
-                _mm512_unpacklo_epi64(high[0], high[1]),
-                _mm512_unpackhi_epi64(high[0], high[1]),
-            ]
+            transposed(fours)
         }
     }
 
-    /// 16 words of every row from pieces of 32 bytes, ordered as `index` says: [word][row].
+    /// `N` words of every row, a multiple of four: [word][row]. Of 16 bytes each, in the order of `index`.
     ///
     /// # Safety
     /// The bytes must lie inside all rows.
     #[inline(always)]
-    pub(super) unsafe fn two_pieces(&self, at: [usize; 2], index: &Table<64>) -> [Int; 16] {
-        let mut rows = [zero(); 16];
-        for row in 0..16 {
-            // SAFETY: the caller's promise; features as everywhere here.
-            let bytes = unsafe {
-                let first = _mm256_loadu_si256(self.0[row].add(at[0]).cast());
-                let second = _mm256_loadu_si256(self.0[row].add(at[1]).cast());
-                _mm512_inserti64x4::<1>(_mm512_zextsi256_si512(first), second)
-            };
-            rows[row] = look(bytes, index.piece(0));
+    pub(super) unsafe fn words<const N: usize>(&self, at: usize, index: &Table<64>) -> [Int; N] {
+        let mut words = [zero(); N];
+        for (i, four) in words.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            // SAFETY: the caller's promise.
+            *four = unsafe { self.ordered_words(at + 16 * i, index) };
         }
-        transposed(rows)
+        words
     }
 
-    /// 16 words of every row from pieces of 16 bytes, ordered as `index` says: [word][row].
+    /// The half of every row at `at`, the first of 16 bytes.
     ///
     /// # Safety
-    /// The bytes must lie inside all rows.
-    #[inline(always)]
-    pub(super) unsafe fn four_pieces(&self, at: [usize; 4], index: &Table<64>) -> [Int; 16] {
-        let mut rows = [zero(); 16];
-        for row in 0..16 {
-            // SAFETY: the caller's promise; features as everywhere here.
-            let bytes = unsafe {
-                let first = _mm512_zextsi128_si512(quarter(self.0[row].add(at[0])));
-                let second = _mm512_mask_broadcast_i32x4(first, 0x00f0, quarter(self.0[row].add(at[1])));
-                let third = _mm512_mask_broadcast_i32x4(second, 0x0f00, quarter(self.0[row].add(at[2])));
-                _mm512_mask_broadcast_i32x4(third, 0xf000, quarter(self.0[row].add(at[3])))
-            };
-            rows[row] = look(bytes, index.piece(0));
-        }
-        transposed(rows)
-    }
-
-    /// The half-precision number of every row at `at`.
-    ///
-    /// # Safety
-    /// The bytes must lie inside all rows.
+    /// The 16 bytes must lie inside all rows.
     #[inline(always)]
     pub(super) unsafe fn halves(&self, at: usize) -> Float {
-        let mut halves = [0u16; 16];
-        for row in 0..16 {
-            // SAFETY: the caller's promise.
-            halves[row] = unsafe { self.0[row].add(at).cast::<u16>().read_unaligned() };
-        }
-        // SAFETY: 32 bytes; features as everywhere here.
-        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(halves.as_ptr().cast())) }
-    }
-
-    /// The word of every row at `at`.
-    ///
-    /// # Safety
-    /// The bytes must lie inside all rows.
-    #[inline(always)]
-    pub(super) unsafe fn word(&self, at: usize) -> Int {
-        let mut words = [0u32; 16];
-        for row in 0..16 {
-            // SAFETY: the caller's promise.
-            words[row] = unsafe { self.0[row].add(at).cast::<u32>().read_unaligned() };
-        }
-        // SAFETY: 64 bytes; features as everywhere here.
-        unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
-    }
-
-    /// The byte of every row at `at`, as a word.
-    ///
-    /// # Safety
-    /// The bytes must lie inside all rows.
-    #[inline(always)]
-    pub(super) unsafe fn byte(&self, at: usize) -> Int {
-        let mut words = [0u32; 16];
-        for row in 0..16 {
-            // SAFETY: the caller's promise.
-            words[row] = unsafe { self.0[row].add(at).read() }.into();
-        }
-        // SAFETY: 64 bytes; features as everywhere here.
-        unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
+        // SAFETY: the caller's promise.
+        let [first, ..] = unsafe { self.four_words(at) };
+        half_to_float(first)
     }
 }

@@ -19,7 +19,28 @@ pub(crate) fn form(ty: Type) -> Form {
     let halves =
         matches!(ty, Type::Q2_K | Type::Q3_K | Type::Q6_K | Type::IQ2_XS | Type::IQ2_S | Type::IQ1_M);
     let offset = matches!(ty, Type::Q2_K | Type::Q4_K | Type::Q5_K | Type::Q4_1 | Type::Q5_1);
-    Form { halves, offset }
+    let (lowest, span) = range(ty);
+    Form { halves, offset, lowest, span }
+}
+
+/// The smallest integer of a type, and how far above it the largest lies at most.
+fn range(ty: Type) -> (i8, u8) {
+    match ty {
+        Type::Q2_K => (0, 3),
+        Type::Q3_K => (-4, 7),
+        Type::Q4_1 | Type::Q4_K => (0, 15),
+        Type::Q4_0 => (-8, 15),
+        Type::Q5_1 | Type::Q5_K => (0, 31),
+        Type::Q5_0 => (-16, 31),
+        Type::Q6_K => (-32, 63),
+        Type::IQ1_S | Type::IQ1_M => (-9, 18),
+        Type::MXFP4 => (-12, 24),
+        Type::IQ3_S => (-15, 30),
+        Type::IQ2_XXS | Type::IQ2_XS | Type::IQ2_S => (-43, 86),
+        Type::IQ3_XXS => (-62, 124),
+        Type::IQ4_NL | Type::IQ4_XS => (-127, 254),
+        Type::Q8_0 | Type::F32 | Type::F16 | Type::BF16 => (-128, 255),
+    }
 }
 
 /// Decodes whole blocks.
@@ -73,7 +94,7 @@ pub(super) fn unpack(ty: Type, bytes: &[u8], q: &mut [u8], scales: &mut [f32], o
 
 /// Calls `block` on every block with its integers, scales and offsets.
 #[inline(always)]
-fn each<const BYTES: usize, const LEN: usize, const RUNS: usize>(
+pub(super) fn each<const BYTES: usize, const LEN: usize, const RUNS: usize>(
     bytes: &[u8],
     q: &mut [u8],
     scales: &mut [f32],
@@ -269,7 +290,7 @@ fn iq2_s(block: &[u8; 82], q: &mut [u8; 256], scales: &mut [f32; 16], _: &mut [f
 }
 
 #[inline(always)]
-fn quarter_scales(d: f32, field: &[u8], scales: &mut [f32; 16]) {
+pub(super) fn quarter_scales(d: f32, field: &[u8], scales: &mut [f32; 16]) {
     for (run, scale) in scales.iter_mut().enumerate() {
         *scale = d * (0.5 + f32::from(nibble(field, run))) * 0.25;
     }
@@ -341,22 +362,22 @@ fn pair(a: [u8; 4], b: [u8; 4]) -> [u8; 8] {
 }
 
 #[inline(always)]
-fn nibble(field: &[u8], i: usize) -> u8 {
+pub(super) fn nibble(field: &[u8], i: usize) -> u8 {
     field[i / 2] >> (i % 2 * 4) & 15
 }
 
 #[inline(always)]
-fn half_at(block: &[u8], at: usize) -> f32 {
+pub(super) fn half_at(block: &[u8], at: usize) -> f32 {
     f16_to_f32(u16_at(block, at))
 }
 
 #[inline(always)]
-fn u16_at(block: &[u8], at: usize) -> u16 {
+pub(super) fn u16_at(block: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([block[at], block[at + 1]])
 }
 
 #[inline(always)]
-fn word_at(block: &[u8], at: usize) -> u32 {
+pub(super) fn word_at(block: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 

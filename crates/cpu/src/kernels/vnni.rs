@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::int8::{Codes, Form, MAGIC, PANEL, Panel};
+use super::int8::{Codes, Form, GROUPS, MAGIC, PANEL, Panel};
 use super::product::Target;
 
 /// Rows of the register tile; the registers hold them times two panels, as integers and as numbers.
@@ -63,16 +63,18 @@ unsafe fn tiles<const P: usize, const HALVES: bool, const OFFSET: bool>(
     for index in 0..count {
         let end = (index + 1) * x.len() / count;
         let rows = &x[first..end];
+        // Behind the last rows the next panels begin with the first ones.
+        let next = if end < x.len() { &x[end..] } else { x };
         // SAFETY: rows of x and of the output, as the caller promised.
         unsafe {
             let out = (out.add(first * stride), stride);
             match rows.len() {
-                1 => tile::<P, 1, HALVES, OFFSET>(rows, panels, out, groups, add),
-                2 => tile::<P, 2, HALVES, OFFSET>(rows, panels, out, groups, add),
-                3 => tile::<P, 3, HALVES, OFFSET>(rows, panels, out, groups, add),
-                4 => tile::<P, 4, HALVES, OFFSET>(rows, panels, out, groups, add),
-                5 => tile::<P, 5, HALVES, OFFSET>(rows, panels, out, groups, add),
-                _ => tile::<P, 6, HALVES, OFFSET>(rows, panels, out, groups, add),
+                1 => tile::<P, 1, HALVES, OFFSET>((rows, next), panels, out, groups, add),
+                2 => tile::<P, 2, HALVES, OFFSET>((rows, next), panels, out, groups, add),
+                3 => tile::<P, 3, HALVES, OFFSET>((rows, next), panels, out, groups, add),
+                4 => tile::<P, 4, HALVES, OFFSET>((rows, next), panels, out, groups, add),
+                5 => tile::<P, 5, HALVES, OFFSET>((rows, next), panels, out, groups, add),
+                _ => tile::<P, 6, HALVES, OFFSET>((rows, next), panels, out, groups, add),
             }
         }
         first = end;
@@ -82,17 +84,21 @@ unsafe fn tiles<const P: usize, const HALVES: bool, const OFFSET: bool>(
 /// The register tile, T rows times P panels: out [T][stride] (+)= x · panels.
 ///
 /// A step multiplies four columns: P loads of weights [PANEL][4], T broadcasts of activations, T · P
-/// vpdpbusd. A run ends with two multiply-adds for each of the T · P vectors, three with offsets.
+/// vpdpbusd. A run ends with two multiply-adds for each of the T · P vectors, three with offsets. Meanwhile the
+/// codes of the rows that come `next` are asked for.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
 unsafe fn tile<const P: usize, const T: usize, const HALVES: bool, const OFFSET: bool>(
-    x: &[*const Codes],
+    (x, next): (&[*const Codes], &[*const Codes]),
     panels: [&Panel; P],
     (out, stride): Target,
     groups: usize,
     add: bool,
 ) {
+    /// What a group's step of the loop asks for, so that all groups ask for all.
+    const AHEAD: usize = Codes::HOT_BYTES / GROUPS;
     let x: [*const Codes; T] = std::array::from_fn(|t| x[t]);
+    let next: [*const i8; T] = std::array::from_fn(|t| next[t.min(next.len() - 1)].cast());
     let (runs, steps) = if HALVES { (2, 4) } else { (1, 8) };
     // SAFETY: groups below `groups`, columns of the panels, numbers of the output, as the caller promised.
     unsafe {
@@ -105,6 +111,9 @@ unsafe fn tile<const P: usize, const T: usize, const HALVES: bool, const OFFSET:
             }
         }
         for g in 0..groups {
+            for next in next {
+                _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(AHEAD * g));
+            }
             for run in 0..runs {
                 let index = g * runs + run;
                 let mut sums = [[_mm512_setzero_si512(); T]; P];

@@ -1,4 +1,4 @@
-//! Decoding blocks to panels of integers, for AVX-512 with VBMI and GFNI.
+//! Decoding blocks to panels of integers, for AVX-512 with VBMI, VBMI2 and GFNI.
 //!
 //! The same results as the functions of [`super::int8`], bit for bit.
 
@@ -11,7 +11,9 @@ use super::int8::{COLUMNS, PANEL, Panel};
 use super::lanes::{Float, Int};
 
 /// As [`super::int8::fill`].
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,gfni,avx2,fma,f16c")]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512vbmi2,gfni,avx2,fma,f16c"
+)]
 pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
     assert!(columns <= COLUMNS && rows[0].len() / ty.block_bytes() * ty.block_len() == columns);
     blocks::decode(ty, rows, &mut Store { panel, group: 0 });

@@ -20,7 +20,9 @@ use super::lanes::{Float, Int};
 ///
 /// # Panics
 /// If the number of rows or the lengths do not fit.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,gfni,avx2,fma,f16c")]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512vbmi2,gfni,avx2,fma,f16c"
+)]
 pub(super) unsafe fn gemv(
     ty: Type,
     rows: &[&[u8]],
@@ -44,7 +46,9 @@ pub(super) unsafe fn gemv(
 ///
 /// # Safety
 /// As [`gemv`].
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,gfni,avx2,fma,f16c")]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512vbmi2,gfni,avx2,fma,f16c"
+)]
 unsafe fn multiply<const T: usize>(
     ty: Type,
     rows: &[&[u8]],

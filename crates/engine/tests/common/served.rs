@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use engine::{
     Cancel, Engine, Error, Event, GenerationOptions, Job, Options, Report, Reuse, Sampling, Scheduler,
-    SchedulerOptions, SessionOptions, Sessions,
+    SchedulerOptions, SessionOptions, Sessions, Store,
 };
 use model::{KvType, MappedExperts, Model};
 use text::Tokenizer;
@@ -26,11 +26,23 @@ pub fn engine_for(model: &Arc<Model>, options: &SessionOptions, parallel: usize)
 
 /// A scheduler whose checkpoints may take `budget` bytes.
 pub fn scheduler(budget: u64, options: SchedulerOptions) -> Scheduler {
+    scheduler_with(budget, options, |_| None)
+}
+
+/// As [`scheduler`], with a store for the engine.
+pub fn scheduler_with(
+    budget: u64,
+    options: SchedulerOptions,
+    store: impl FnOnce(&mut Engine) -> Option<Store>,
+) -> Scheduler {
     let model = super::pocket();
     let tokenizer = Tokenizer::new(model::vocabulary(model.gguf.metadata()).unwrap()).unwrap();
     let kept = SessionOptions { budget, spacing: 1024, kv: KvType::F32 };
-    let engine = engine_for(&model, &kept, options.parallel);
-    let sessions = Sessions::new(&engine, kept);
+    let mut engine = engine_for(&model, &kept, options.parallel);
+    let mut sessions = Sessions::new(&engine, kept);
+    if let Some(store) = store(&mut engine) {
+        sessions = sessions.with_store(store);
+    }
     Scheduler::new(engine, sessions, Arc::new(tokenizer), options)
 }
 

@@ -6,11 +6,11 @@ use quant::codebook::{IQ3_S_GRID, IQ3_S_MAGNITUDES, IQ3_XXS_GRID, IQ3_XXS_MAGNIT
 
 use super::super::int8::SHIFT;
 use super::super::lanes::{
-    Int, Rows, Table, affine, bytes, fields, half_byte, high_bits, left, look, lower_from, number, pairs,
-    right, second_bits, select, sum, times, to_float, upper_from, zero,
+    Int, Rows, Table, affine, bits, bytes, fields, half_byte, left, look, number, pairs, right, rotated,
+    select, sum, times, to_float, zero,
 };
 use super::Sink;
-use super::lookup::{EVEN_FIELDS, bits_from, even, look_256, look_512};
+use super::lookup::{EVEN_FIELDS, bits_from, even_signs, look_256, look_512, split};
 
 /// Codes (which of the magnitudes) of two weights of every codebook row, given by their number: three bits from
 /// bit 0 on, three from bit 3 on.
@@ -81,13 +81,6 @@ fn half([first, last]: [Int; 2], signs: Int, values: &[Table<64>; 4]) -> [Int; 4
     ]
 }
 
-/// Signs of both halves of a run, from those of four groups of eight weights.
-#[inline(always)]
-fn split(signs: Int) -> [Int; 2] {
-    let high = right(signs, 4);
-    [upper_from(high, signs), lower_from(high, signs)]
-}
-
 /// A half; for each group of four weights an index; for each run a word: four times seven bits of signs, four
 /// bits of scale.
 ///
@@ -98,15 +91,21 @@ pub(super) unsafe fn iq3_xxs(rows: &Rows, count: usize, sink: &mut impl Sink) {
     for at in (0..count).map(|block| block * 98) {
         // SAFETY: inside the block.
         let (d, indices, words, more_words) = unsafe {
-            (rows.halves(at), rows.words(at + 2, &PLACES), rows.four_words(at + 66), rows.four_words(at + 82))
+            (
+                rows.halves(at),
+                rows.words::<16>(at + 2, &PLACES),
+                rows.four_words(at + 66),
+                rows.four_words(at + 82),
+            )
         };
         for run in 0..8 {
             let field = if run < 4 { words[run] } else { more_words[run - 4] };
-            let signs = split(affine::<0>(fields(field, pairs(EVEN_FIELDS)), even(0)));
+            let signs = affine::<0>(fields(field, pairs(EVEN_FIELDS)), even_signs(0, [0, 1, 2, 3]));
+            let signs = split(signs, rotated::<12>(signs));
             let mut q = [zero(); 8];
             for h in 0..2 {
                 let index = indices[2 * run + h];
-                let masks = [second_bits(index), high_bits(index)];
+                let masks = [bits::<6>(index), bits::<7>(index)];
                 let first = look_256(&XXS_CODES[0], 0, index, masks);
                 let last = look_256(&XXS_CODES[1], 0, index, masks);
                 q[4 * h..4 * h + 4].copy_from_slice(&half([first, last], signs[h], &XXS_VALUES));
@@ -140,7 +139,7 @@ pub(super) unsafe fn iq3_s(rows: &Rows, count: usize, sink: &mut impl Sink) {
         let (d, indices, first, second, third) = unsafe {
             (
                 rows.halves(at),
-                rows.words(at + 2, &PLACES),
+                rows.words::<16>(at + 2, &PLACES),
                 rows.four_words(at + 66),
                 rows.four_words(at + 82),
                 rows.four_words(at + 94),
@@ -149,12 +148,13 @@ pub(super) unsafe fn iq3_s(rows: &Rows, count: usize, sink: &mut impl Sink) {
         let ([a, b, s0, s1], [s2, s3, s4, s5], [_, s6, s7, scales]) = (first, second, third);
         let signs = [s0, s1, s2, s3, s4, s5, s6, s7];
         for run in 0..8 {
-            let (ninths, signs) = (if run < 4 { a } else { b }, split(signs[run]));
+            let ninths = if run < 4 { a } else { b };
+            let signs = split(signs[run], rotated::<12>(signs[run]));
             let mut q = [zero(); 8];
             for h in 0..2 {
                 let index = indices[2 * run + h];
-                let ninth = high_bits(fields(ninths, NINTH[run % 4][h].piece(0)));
-                let masks = [second_bits(index), high_bits(index), ninth];
+                let ninth = bits::<7>(fields(ninths, NINTH[run % 4][h].piece(0)));
+                let masks = [bits::<6>(index), bits::<7>(index), ninth];
                 let first = look_512(&S_CODES[0], 0, index, masks);
                 let last = look_512(&S_CODES[1], 0, index, masks);
                 q[4 * h..4 * h + 4].copy_from_slice(&half([first, last], signs[h], &S_VALUES));

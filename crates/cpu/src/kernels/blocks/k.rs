@@ -23,7 +23,7 @@ pub(super) unsafe fn q4_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
         let scales = unsafe { Scales::new(rows, at) };
         for part in 0..2 {
             // SAFETY: inside the block.
-            let codes = unsafe { rows.words(at + 16 + 64 * part, &ORDERED) };
+            let codes = unsafe { rows.words::<16>(at + 16 + 64 * part, &ORDERED) };
             for run in 0..4 {
                 let mut q = [zero(); 8];
                 for s in 0..8 {
@@ -58,10 +58,10 @@ pub(super) unsafe fn q5_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
     };
     for at in (0..count).map(|block| block * 176) {
         // SAFETY: inside the block.
-        let (scales, fifths) = unsafe { (Scales::new(rows, at), rows.words(at + 16, &ORDERED)) };
+        let (scales, fifths) = unsafe { (Scales::new(rows, at), rows.words::<8>(at + 16, &ORDERED)) };
         for part in 0..2 {
             // SAFETY: inside the block.
-            let codes = unsafe { rows.words(at + 48 + 64 * part, &ORDERED) };
+            let codes = unsafe { rows.words::<16>(at + 48 + 64 * part, &ORDERED) };
             for run in 0..4 {
                 let mut q = [zero(); 8];
                 for s in 0..8 {
@@ -126,11 +126,13 @@ pub(super) unsafe fn q6_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
     }
     for at in (0..count).map(|block| block * 210) {
         // SAFETY: inside the block.
-        let (highs, scales, d) =
-            unsafe { (rows.words(at + 128, &ORDERED), rows.four_words(at + 192), rows.halves(at + 208)) };
+        let (highs, scales, [.., last]) = unsafe {
+            (rows.words::<16>(at + 128, &ORDERED), rows.four_words(at + 192), rows.four_words(at + 194))
+        };
+        let d = half_to_float(right(last, 16));
         for part in 0..2 {
             // SAFETY: inside the block.
-            let lows = unsafe { rows.words(at + 64 * part, &ORDERED) };
+            let lows = unsafe { rows.words::<16>(at + 64 * part, &ORDERED) };
             for run in 0..4 {
                 let mut q = [zero(); 8];
                 for s in 0..8 {
@@ -159,8 +161,8 @@ pub(super) unsafe fn q6_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
 pub(super) unsafe fn q2_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
     for at in (0..count).map(|block| block * 84) {
         // SAFETY: inside the block.
-        let (scales, codes, both) =
-            unsafe { (rows.four_words(at), rows.words(at + 16, &ORDERED), rows.word(at + 80)) };
+        let (scales, codes, [.., both]) =
+            unsafe { (rows.four_words(at), rows.words::<16>(at + 16, &ORDERED), rows.four_words(at + 68)) };
         let (d, m) = (half_to_float(both), minus(half_to_float(right(both, 16))));
         for run in 0..8 {
             let mut q = [zero(); 8];
@@ -193,8 +195,9 @@ pub(super) unsafe fn q3_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
     const THIRD: [u64; 8] = [third(0), third(1), third(2), third(3), third(4), third(5), third(6), third(7)];
     for at in (0..count).map(|block| block * 110) {
         // SAFETY: inside the block; scales and the half are its last 14 bytes.
-        let (thirds, codes, [before, a, b, c]) =
-            unsafe { (rows.words(at, &ORDERED), rows.words(at + 32, &ORDERED), rows.four_words(at + 94)) };
+        let (thirds, codes, [before, a, b, c]) = unsafe {
+            (rows.words::<8>(at, &ORDERED), rows.words::<16>(at + 32, &ORDERED), rows.four_words(at + 94))
+        };
         let d = half_to_float(right(c, 16));
         let a_word = or(right(before, 16), left(a, 16));
         let b_word = or(right(a, 16), left(b, 16));

@@ -1,7 +1,7 @@
 //! Tables of more than 64 bytes: a byte of the index picks from 64 entries at once, masks from its upper bits
 //! join the pieces.
 
-use super::super::lanes::{Int, Table, look, look_where, matrix, where_set};
+use super::super::lanes::{Int, Table, high_low, look, look_where, low_high, matrix, where_set};
 
 /// Entries of a table of 128, from piece `first` on; the mask is the upper bit of the index.
 #[inline(always)]
@@ -46,15 +46,35 @@ pub(super) const fn bits_from(from: [i32; 4]) -> Table<64> {
 /// For [`super::super::lanes::fields`]: of each word the four fields of seven bits.
 pub(super) const EVEN_FIELDS: u64 = 0x352e_2720_150e_0700;
 
-/// For [`super::super::lanes::affine`]: eight signs, of which the last makes the number of negative weights
-/// even, from the seven bits at `first`.
-pub(super) const fn even(first: u32) -> u64 {
+/// For [`super::super::lanes::affine`]: signs of which only seven are stored, from bit `first` on; the eighth
+/// makes the number of negative weights even. Place i of the result (of a half-byte) is the sign of weight
+/// `order[i]` (of four).
+pub(super) const fn even_signs(first: usize, order: [usize; 4]) -> u64 {
     let mut bits = [0; 8];
-    let mut bit = 0;
-    while bit < 7 {
-        bits[bit as usize] = 1 << (first + bit);
-        bits[7] |= 1 << (first + bit);
-        bit += 1;
+    let mut place = 0;
+    while place < 8 {
+        let sign = place / 4 * 4 + order[place % 4];
+        bits[place] = if sign == 7 { 127 << first } else { 1 << (first + sign) };
+        place += 1;
     }
     matrix(bits)
+}
+
+/// As [`even_signs`], of signs that are all stored.
+pub(super) const fn all_signs(order: [usize; 4]) -> u64 {
+    let mut bits = [0; 8];
+    let mut place = 0;
+    while place < 8 {
+        bits[place] = 1 << (place / 4 * 4 + order[place % 4]);
+        place += 1;
+    }
+    matrix(bits)
+}
+
+/// Of four groups of eight columns, given as bytes for their first and second halves: vectors of the first 16
+/// columns and of the others, with bytes in the order first, first, second, second. The second halves come
+/// with the upper and lower halves of words exchanged.
+#[inline(always)]
+pub(super) fn split(first: Int, second: Int) -> [Int; 2] {
+    [low_high(first, second), high_low(first, second)]
 }

@@ -6,8 +6,8 @@ use quant::codebook::{IQ4_NL_VALUES, MXFP4_VALUES};
 
 use super::super::int8::SHIFT;
 use super::super::lanes::{
-    Int, Rows, Table, and, and_or, bytes, fields, half_power, half_to_float, look, number, right, select,
-    sum, times, to_float, words, zero,
+    Float, Int, Rows, Table, and, and_or, bytes, fields, half_power, half_to_float, high_low, look, number,
+    right, select, sum, times, to_float, words, zero,
 };
 use super::lookup::bits_from;
 use super::{ORDERED, Sink};
@@ -73,22 +73,13 @@ impl Head {
         }
     }
 
-    /// Hands the columns of the block at `at` to the sink.
-    ///
-    /// # Safety
-    /// There must be a block in every row.
+    /// Scale and offset, from the first word of a block.
     #[inline(always)]
-    unsafe fn put(self, rows: &Rows, at: usize, q: [Int; 8], sink: &mut impl Sink) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            match self {
-                Head::Scale => sink.full(q, rows.halves(at), None),
-                Head::Power => sink.full(q, half_power(rows.byte(at)), None),
-                Head::ScaleAndOffset => {
-                    let both = rows.word(at);
-                    sink.full(q, half_to_float(both), Some(half_to_float(right(both, 16))));
-                }
-            }
+    fn scale_and_offset(self, first: Int) -> (Float, Option<Float>) {
+        match self {
+            Head::Scale => (half_to_float(first), None),
+            Head::ScaleAndOffset => (half_to_float(first), Some(half_to_float(right(first, 16)))),
+            Head::Power => (half_power(and(first, words(0xff))), None),
         }
     }
 }
@@ -99,30 +90,13 @@ impl Head {
 /// Every row has `count` blocks.
 #[inline(always)]
 unsafe fn four_bits(head: Head, values: &Table<64>, rows: &Rows, count: usize, sink: &mut impl Sink) {
-    let len = head.len() + 16;
-    for first in (0..count).step_by(4) {
-        // SAFETY: inside the blocks.
-        let codes = unsafe { four_blocks(rows, first, count, (len, head.len())) };
-        for block in 0..(count - first).min(4) {
-            let q = look_up(values, &codes[4 * block..][..4]);
-            // SAFETY: there is a block.
-            unsafe { head.put(rows, (first + block) * len, q, sink) };
-        }
+    for at in (0..count).map(|block| block * (head.len() + 16)) {
+        // SAFETY: inside the block.
+        let ([first, ..], codes) =
+            unsafe { (rows.four_words(at), rows.ordered_words(at + head.len(), &ORDERED)) };
+        let (scale, offset) = head.scale_and_offset(first);
+        sink.full(look_up(values, &codes), scale, offset);
     }
-}
-
-/// The 16 bytes at `skip` of four blocks of `len` bytes; behind the last block, the last one again.
-///
-/// # Safety
-/// Every row has `count` blocks.
-#[inline(always)]
-unsafe fn four_blocks(rows: &Rows, first: usize, count: usize, (len, skip): (usize, usize)) -> [Int; 16] {
-    let mut at = [0; 4];
-    for block in 0..4 {
-        at[block] = (first + block).min(count - 1) * len + skip;
-    }
-    // SAFETY: the caller's promise.
-    unsafe { rows.four_pieces(at, &ORDERED) }
 }
 
 /// Blocks of a head, 32 fifth bits and 16 bytes of codes.
@@ -138,23 +112,19 @@ unsafe fn five_bits(head: Head, values: &Table<64>, rows: &Rows, count: usize, s
     }
     static FIFTH: [Table<64>; 8] =
         [fifth(0), fifth(1), fifth(2), fifth(3), fifth(4), fifth(5), fifth(6), fifth(7)];
-    let len = head.len() + 20;
-    for first in (0..count).step_by(4) {
-        // SAFETY: inside the blocks.
-        let codes = unsafe { four_blocks(rows, first, count, (len, head.len() + 4)) };
-        for block in 0..(count - first).min(4) {
-            let at = (first + block) * len;
-            // SAFETY: there is a block.
-            let bits = unsafe { rows.word(at + head.len()) };
-            let mut q = [zero(); 8];
-            for s in 0..8 {
-                let code = codes[4 * block + s % 4];
-                let code = if s < 4 { code } else { right(code, 4) };
-                q[s] = look(values.piece(0), select(bytes(0x10), fields(bits, FIFTH[s].piece(0)), code));
-            }
-            // SAFETY: as above.
-            unsafe { head.put(rows, at, q, sink) };
+    for at in (0..count).map(|block| block * (head.len() + 20)) {
+        // SAFETY: inside the block.
+        let ([first, second, ..], codes) =
+            unsafe { (rows.four_words(at), rows.ordered_words(at + head.len() + 4, &ORDERED)) };
+        let fifths = if head.len() == 4 { second } else { high_low(first, second) };
+        let mut q = [zero(); 8];
+        for s in 0..8 {
+            let code = if s < 4 { codes[s] } else { right(codes[s - 4], 4) };
+            let fifth = fields(fifths, FIFTH[s].piece(0));
+            q[s] = look(values.piece(0), select(bytes(0x10), fifth, code));
         }
+        let (scale, offset) = head.scale_and_offset(first);
+        sink.full(q, scale, offset);
     }
 }
 
@@ -218,7 +188,7 @@ pub(super) unsafe fn iq4_xs(rows: &Rows, count: usize, sink: &mut impl Sink) {
         let d = half_to_float(head);
         for part in 0..2 {
             // SAFETY: inside the block.
-            let codes = unsafe { rows.words(at + 8 + 64 * part, &ORDERED) };
+            let codes = unsafe { rows.words::<16>(at + 8 + 64 * part, &ORDERED) };
             for run in 0..4 {
                 let q = look_up(&IQ4, &codes[4 * run..][..4]);
                 let run = (4 * part + run) as u32;

@@ -1,4 +1,4 @@
-//! Blocks of 32 weights.
+//! Blocks of 32 weights that are bytes.
 
 use super::super::lanes::{Rows, bytes, xor, zero};
 use super::{ORDERED, Sink};
@@ -9,19 +9,13 @@ use super::{ORDERED, Sink};
 /// Every row has `count` blocks.
 #[inline(always)]
 pub(super) unsafe fn q8_0(rows: &Rows, count: usize, sink: &mut impl Sink) {
-    const BYTES: usize = 34;
-    for first in (0..count).step_by(2) {
-        // Behind the last block, the last one again.
-        let at = [first * BYTES, (first + 1).min(count - 1) * BYTES];
-        // SAFETY: inside the blocks.
-        let words = unsafe { rows.two_pieces([at[0] + 2, at[1] + 2], &ORDERED) };
-        for (block, &at) in at.iter().enumerate().take(count - first) {
-            let mut q = [zero(); 8];
-            for s in 0..8 {
-                q[s] = xor(words[8 * block + s], bytes(0x80));
-            }
-            // SAFETY: inside the block.
-            sink.full(q, unsafe { rows.halves(at) }, None);
+    for at in (0..count).map(|block| block * 34) {
+        // SAFETY: inside the block.
+        let (d, words) = unsafe { (rows.halves(at), rows.words::<8>(at + 2, &ORDERED)) };
+        let mut q = [zero(); 8];
+        for s in 0..8 {
+            q[s] = xor(words[s], bytes(0x80));
         }
+        sink.full(q, d, None);
     }
 }

@@ -1,0 +1,171 @@
+//! Experts in bounded memory: how much, read how, and what is said about it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use engine::machine;
+use engine::plan::{Cache, Plan};
+use experts::{Io, Layout, Monitor, Options, Stats, Store, reader};
+use model::{Backend, ExpertSource, Limits, MappedExperts, Model};
+
+use serde_json::{Value, json};
+
+use crate::args::{BackendArgs, BackendName};
+use crate::cache_args::{CacheArgs, IoName};
+use crate::failure::Failure;
+use crate::report;
+
+/// The plan of memory for `model`.
+pub fn plan(model: &Model, args: &BackendArgs, limits: &Limits) -> Result<Plan, Failure> {
+    use engine::plan::CacheWish;
+    // The reference computes from the mapped file.
+    let is_cpu = args.backend == BackendName::Cpu;
+    let wish = match args.cache.cache {
+        CacheWish::Auto if !is_cpu => CacheWish::Mapped,
+        wish => wish,
+    };
+    let scratch = if is_cpu { cpu::Cpu::scratch_bytes(&model.spec, limits) } else { 0 };
+    let floor = floor(model);
+    Ok(Plan::new(model, limits, (scratch, floor), wish, machine::spare_memory().as_ref())?)
+}
+
+/// Bytes of the smallest cache that works, whatever the reader.
+fn floor(model: &Model) -> u64 {
+    match Layout::new(model, Some(0), reader::DIRECT_BLOCK) {
+        Err(experts::Error::Budget { needed, .. }) => needed,
+        _ => 0,
+    }
+}
+
+/// One line: what was chosen and why.
+pub fn line(plan: &Plan) -> String {
+    let experts = report::size(plan.experts);
+    let cache = match plan.cache {
+        Cache::Mapped => format!("experts ({experts}) from the mapped file"),
+        Cache::Slots(bytes) if bytes >= plan.experts => format!("a slot for every expert ({experts})"),
+        Cache::Slots(bytes) => format!("cache of {} for {experts} of experts", report::size(bytes)),
+    };
+    let warning =
+        plan.warning.as_ref().map_or(String::new(), |warning| format!("\nredlite: warning: {warning}"));
+    format!(
+        "redlite: {cache}: {}; the rest takes {}{warning}",
+        plan.reason,
+        report::size(plan.without_experts())
+    )
+}
+
+/// Experts as the plan has them, and a view of the store, if it is one.
+pub fn source(
+    model: &Arc<Model>,
+    backend: &mut dyn Backend,
+    args: &CacheArgs,
+    plan: &Plan,
+) -> Result<(Box<dyn ExpertSource + Send>, Option<Monitor>), Failure> {
+    let budget = match plan.cache {
+        Cache::Mapped => return Ok((Box::new(MappedExperts::new(model)), None)),
+        Cache::Slots(bytes) if bytes >= plan.experts => None,
+        Cache::Slots(bytes) => Some(bytes),
+    };
+    let options = Options {
+        budget,
+        io: io(model, args.io),
+        readers: args.readers.into(),
+        look_ahead: args.look_ahead.0,
+        ..Options::default()
+    };
+    let store = Store::new(model, backend, options)?;
+    let monitor = store.monitor();
+    Ok((Box::new(store), Some(monitor)))
+}
+
+/// The reader asked for, or the faster one: a few large reads of each tell. Direct reads leave the file cache to
+/// others, so they may be a little slower.
+fn io(model: &Model, name: IoName) -> Io {
+    match name {
+        IoName::Direct => Io::Direct,
+        IoName::Cached => Io::Cached,
+        IoName::Mmap => Io::Mapped,
+        IoName::Auto => match reader::measure(model.gguf.shards()[0].path(), 6) {
+            Ok((Some(direct), cached)) if direct >= 0.8 * cached => Io::Direct,
+            _ => Io::Cached,
+        },
+    }
+}
+
+/// What was loaded in each phase of a run.
+#[derive(Default)]
+pub struct Loads {
+    monitor: Option<Monitor>,
+    marks: Vec<Stats>,
+}
+
+impl Loads {
+    /// Nothing so far.
+    pub fn new(monitor: Option<Monitor>) -> Loads {
+        let marks = monitor.iter().map(Monitor::stats).collect();
+        Loads { monitor, marks }
+    }
+
+    /// A phase ends.
+    pub fn mark(&mut self) {
+        self.marks.extend(self.monitor.iter().map(Monitor::stats));
+    }
+
+    fn phases(&self) -> impl Iterator<Item = Stats> + '_ {
+        self.marks.windows(2).map(|pair| pair[1].since(&pair[0]))
+    }
+
+    /// A line for each phase, given their names and times; none without a store.
+    pub fn lines<const N: usize>(&self, phases: [(&str, Duration); N]) -> Vec<String> {
+        self.phases().zip(phases).map(|(stats, (name, time))| line_of(name, &stats, time)).collect()
+    }
+
+    /// The phases as JSON: reading, writing.
+    pub fn json(&self) -> Option<Value> {
+        let phase = |stats: Stats| {
+            json!({
+                "experts": stats.loads,
+                "bytes": stats.bytes,
+                "reader_seconds": stats.busy.as_secs_f64(),
+                "wait_seconds": stats.wait.as_secs_f64(),
+                "hits": stats.hits,
+                "ahead": stats.ahead,
+                "misses": stats.misses,
+                "predicted": stats.predicted,
+                "predicted_loads": stats.predicted_loads,
+                "predicted_used": stats.predicted_used,
+                "predicted_cancelled": stats.predicted_cancelled,
+                "predicted_wasted": stats.predicted_wasted,
+            })
+        };
+        self.monitor.is_some().then(|| self.phases().map(phase).collect())
+    }
+}
+
+/// Bytes, loads, how busy the readers were, how long computation waited, and where experts were found.
+fn line_of(name: &str, stats: &Stats, time: Duration) -> String {
+    let seconds = time.as_secs_f64().max(1e-9);
+    let share = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
+    let mut line = format!(
+        "load, {name}: {} in {} experts, {:.2} GB/s over the time; readers busy {:.2} s, computation waited {:.2} s \
+         ({:.1} %); found {:.1} %, read ahead {:.1} %, missed {:.1} %",
+        report::size(stats.bytes),
+        stats.loads,
+        stats.bytes as f64 / seconds / 1e9,
+        stats.busy.as_secs_f64(),
+        stats.wait.as_secs_f64(),
+        100.0 * stats.wait.as_secs_f64() / seconds,
+        share(stats.hits, stats.wanted()),
+        share(stats.ahead + stats.predicted_used, stats.wanted()),
+        share(stats.misses, stats.wanted()),
+    );
+    if stats.predicted > 0 {
+        line += &format!(
+            "; look-ahead read {}: {:.1} % used, {} given up in time",
+            stats.predicted_loads,
+            share(stats.predicted_used, stats.predicted_loads - stats.predicted_cancelled),
+            stats.predicted_cancelled,
+        );
+    }
+    line
+}

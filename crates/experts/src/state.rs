@@ -1,0 +1,382 @@
+//! What the engine's thread and the readers share: slots, queues of loads, the scan, statistics.
+
+use std::collections::VecDeque;
+
+use model::Error;
+
+use crate::layout::Layout;
+use crate::load::{Item, Load};
+use crate::policy::Policy;
+use crate::slots::{Origin, Place, SlotId, Slots};
+use crate::stats::{Span, Stats, Wait};
+
+/// A load that waits for a reader.
+#[derive(Debug)]
+pub(crate) struct Queued {
+    pub(crate) load: Load,
+    pub(crate) origin: Origin,
+}
+
+/// A load that failed.
+#[derive(Debug)]
+struct Failure {
+    layer: usize,
+    experts: Vec<u32>,
+    error: Error,
+}
+
+/// The scan through the file: positions are layer · experts + expert, and go on behind the last layer with the
+/// first one of the next chunk.
+#[derive(Clone, Copy, Debug, Default)]
+struct Scan {
+    /// Everything before has been asked for.
+    next: usize,
+    /// Nothing from here on is asked for.
+    limit: usize,
+    /// Whether a scan is under way.
+    open: bool,
+}
+
+/// A slot that the wave at hand names.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pinned {
+    pub(crate) slot: SlotId,
+    pub(crate) layer: usize,
+    pub(crate) expert: u32,
+    /// Whether it had been used before.
+    resident: bool,
+    /// Whether a scan named it.
+    scan: bool,
+}
+
+impl Pinned {
+    /// A slot that is not evicted in any case.
+    pub(crate) fn unused(slot: SlotId, layer: usize, expert: u32) -> Pinned {
+        Pinned { slot, layer, expert, resident: true, scan: false }
+    }
+
+    /// Whether a scan named it.
+    pub(crate) fn is_scan(&self) -> bool {
+        self.scan
+    }
+}
+
+/// The shared state.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) slots: Slots,
+    pub(crate) policy: Policy,
+    pub(crate) urgent: VecDeque<Queued>,
+    pub(crate) ahead: VecDeque<Queued>,
+    /// Loads queued or being carried out.
+    pub(crate) in_flight: usize,
+    failure: Option<Failure>,
+    scan: Scan,
+    pub(crate) pinned: Vec<Pinned>,
+    /// Experts that the last tokens of a prompt chose, by layer, the most recent first; empty before the last
+    /// chunk.
+    seeds: Vec<Vec<u32>>,
+    pub(crate) stats: Stats,
+    pub(crate) spans: Vec<Span>,
+    pub(crate) waits: Vec<Wait>,
+    pub(crate) closing: bool,
+}
+
+impl State {
+    pub(crate) fn new(layout: &Layout, policy: Policy) -> State {
+        let counts: Vec<usize> = layout.classes.iter().map(|class| class.slots).collect();
+        let classes = layout.layers.iter().map(|layer| layer.class).collect();
+        let mut state = State {
+            slots: Slots::new(&counts, classes, layout.experts),
+            seeds: vec![Vec::new(); layout.layers.len()],
+            policy,
+            urgent: VecDeque::new(),
+            ahead: VecDeque::new(),
+            in_flight: 0,
+            failure: None,
+            scan: Scan::default(),
+            pinned: Vec::new(),
+            stats: Stats::default(),
+            spans: Vec::new(),
+            waits: Vec::new(),
+            closing: false,
+        };
+        if state.policy.full {
+            state.scan.limit = state.policy.positions();
+            state.pump();
+        }
+        state
+    }
+
+    /// The next load for a reader.
+    pub(crate) fn next_load(&mut self) -> Option<Queued> {
+        self.urgent.pop_front().or_else(|| self.ahead.pop_front())
+    }
+
+    /// A reader has carried out a load.
+    pub(crate) fn complete(&mut self, load: &Load, result: Result<u64, Error>) {
+        self.in_flight -= 1;
+        match result {
+            Ok(bytes) => {
+                self.stats.loads += load.items.len() as u64;
+                self.stats.bytes += bytes;
+                load.items.iter().for_each(|item| self.slots.publish(item.slot));
+            }
+            Err(error) => {
+                load.items.iter().for_each(|item| self.slots.cancel(item.slot));
+                let experts = load.items.iter().map(|item| item.expert).collect();
+                self.failure = Some(Failure { layer: load.layer, experts, error });
+            }
+        }
+    }
+
+    /// The failure of a load of one of these experts, since the last call of [`State::forget_failure`].
+    pub(crate) fn failure(&mut self, layer: usize, window: &[u32]) -> Option<Error> {
+        let hit = |f: &mut Failure| f.layer == layer && f.experts.iter().any(|e| window.contains(e));
+        self.failure.take_if(hit).map(|failure| failure.error)
+    }
+
+    /// Failures from before are no matter: whoever needs those bytes asks again.
+    pub(crate) fn forget_failure(&mut self) {
+        self.failure = None;
+    }
+
+    /// A layer of a scan begins. `another` says whether a scan will follow this one.
+    pub(crate) fn start_scan(&mut self, layer: usize, another: bool) {
+        let total = self.policy.positions();
+        if layer == 0 {
+            self.scan.next = self.scan.next.saturating_sub(total);
+            self.scan.limit = if another { 2 * total } else { total };
+            self.scan.open = true;
+            self.seeds.iter_mut().for_each(Vec::clear);
+        }
+        self.scan.next = self.scan.next.max(layer * self.policy.experts);
+        self.pump();
+    }
+
+    /// The last wave of a layer of a scan has been handed out.
+    pub(crate) fn end_scan(&mut self, layer: usize) {
+        if (layer + 1) * self.policy.experts == self.policy.positions() {
+            self.scan.open = false;
+        }
+    }
+
+    /// A layer of a small pass begins: what was predicted for it in vain is not read any more, what it finds is
+    /// kept, what is missing is asked for.
+    pub(crate) fn start_small(&mut self, layer: usize, used: &[u32]) {
+        if layer == 0 && !self.scan.open && !self.policy.full {
+            self.slots.unreserve_all();
+        }
+        self.cancel_predicted(layer, used);
+        self.touch(layer, used);
+        let class = self.slots.class_of(layer);
+        let most = self.slots.count(class) * 3 / 4;
+        let mut held = used.iter().filter(|&&e| self.slots.find(self.slots.key(layer, e)).is_some()).count();
+        for &expert in used {
+            let absent = self.slots.find(self.slots.key(layer, expert)).is_none();
+            if absent && held < most {
+                if !self.ask(layer, expert, Origin::Demand, true) {
+                    break;
+                }
+                held += 1;
+            }
+        }
+    }
+
+    /// Asks for what a wave of these experts lacks, the first ones first; what is queued for later is moved to
+    /// the front. Never evicts one of them for another.
+    pub(crate) fn demand(&mut self, layer: usize, window: &[u32]) {
+        let listed = self.touch(layer, window);
+        let class = self.slots.class_of(layer);
+        for &expert in window {
+            let key = self.slots.key(layer, expert);
+            if self.slots.ready(key).is_some() {
+                continue;
+            }
+            if self.slots.find(key).is_some() {
+                self.promote(layer, expert);
+            } else if self.slots.free(class) == 0 && self.slots.evictable(class) <= listed
+                || !self.ask(layer, expert, Origin::Demand, false)
+            {
+                return;
+            }
+        }
+    }
+
+    /// Nothing is in flight and nothing can be evicted but what was read ahead, or what the wave itself needs
+    /// later: gives that up for `first`, the wave's first expert.
+    pub(crate) fn make_room(&mut self, layer: usize, first: u32) {
+        self.slots.unreserve_all();
+        let key = self.slots.key(layer, first);
+        if self.slots.find(key).is_none() {
+            self.ask(layer, first, Origin::Demand, false);
+        }
+    }
+
+    /// The look-ahead expects these experts in `layer`.
+    pub(crate) fn predict(&mut self, layer: usize, likely: &[u32]) {
+        for &expert in likely {
+            self.stats.predicted += 1;
+            if self.slots.find(self.slots.key(layer, expert)).is_none() {
+                if !self.ask(layer, expert, Origin::Predicted, false) {
+                    break;
+                }
+                self.stats.predicted_loads += 1;
+            }
+        }
+    }
+
+    /// Pins experts, all of which are ready, and counts where they came from.
+    pub(crate) fn pin(&mut self, layer: usize, experts: &[u32], scan: bool) {
+        for &expert in experts {
+            let slot = self.slots.ready(self.slots.key(layer, expert)).expect("it is ready");
+            self.slots.pin(slot);
+            let origin = self.slots.origin(slot);
+            match origin {
+                Origin::Used => self.stats.hits += 1,
+                Origin::Ahead => self.stats.ahead += 1,
+                Origin::Predicted => self.stats.predicted_used += 1,
+                Origin::Demand => self.stats.misses += 1,
+            }
+            self.slots.set_origin(slot, Origin::Used);
+            self.pinned.push(Pinned { slot, layer, expert, resident: origin == Origin::Used, scan });
+        }
+    }
+
+    /// The wave at hand has been computed.
+    pub(crate) fn unpin_all(&mut self) {
+        for pinned in std::mem::take(&mut self.pinned) {
+            let place = self.place(&pinned);
+            self.slots.unpin(pinned.slot, place);
+        }
+    }
+
+    /// Where an expert goes after its use. Small passes keep the most recent. A scan, which would evict everything
+    /// before it comes round again, keeps a fixed number of each layer and frees the rest at once; the
+    /// last scan of a prompt keeps what the last tokens chose instead.
+    fn place(&self, pinned: &Pinned) -> Place {
+        if !pinned.scan || self.policy.full {
+            return Place::Hot;
+        }
+        let seeds = &self.seeds[pinned.layer];
+        if !seeds.is_empty() {
+            return match (seeds.contains(&pinned.expert), pinned.resident) {
+                (true, _) => Place::Hot,
+                (false, true) => Place::Cold,
+                (false, false) => Place::Free,
+            };
+        }
+        let class = self.slots.class_of(pinned.layer);
+        // The slot itself still counts as kept.
+        let room = self.slots.kept(pinned.layer) <= self.policy.quota(class)
+            && self.slots.evictable(class) < self.policy.keep(class);
+        if pinned.resident || room { Place::Hot } else { Place::Free }
+    }
+
+    /// What rows of the last scan of a prompt chose, the last row last.
+    pub(crate) fn seed(&mut self, layer: usize, rows: impl DoubleEndedIterator<Item = Vec<u32>>) {
+        let most = self.policy.seeds(self.slots.class_of(layer));
+        let before = std::mem::take(&mut self.seeds[layer]);
+        let seeds = &mut self.seeds[layer];
+        for expert in rows.rev().flatten().chain(before) {
+            if seeds.len() == most {
+                break;
+            }
+            if !seeds.contains(&expert) {
+                seeds.push(expert);
+            }
+        }
+    }
+
+    /// Asks for what the scan needs next, as long as there is room: runs of consecutive experts.
+    pub(crate) fn pump(&mut self) {
+        let experts = self.policy.experts;
+        while self.scan.next < self.scan.limit {
+            let (layer, run) = (self.scan.next % self.policy.positions() / experts, self.policy.run);
+            let class = self.slots.class_of(layer);
+            let (mut items, from) = (Vec::new(), self.scan.next);
+            loop {
+                let expert = (self.scan.next % experts) as u32;
+                let key = self.slots.key(layer, expert);
+                let room =
+                    self.slots.free(class) > 0 || self.slots.evictable(class) > self.policy.keep(class);
+                match self.slots.find(key) {
+                    None if room => {
+                        let slot = self.slots.take(key, Origin::Ahead, true).expect("there is room");
+                        items.push(Item { expert, slot, index: self.slots.index_in_class(slot) });
+                    }
+                    Some(_) if items.is_empty() => {}
+                    _ => break,
+                }
+                self.scan.next += 1;
+                if items.len() == run || self.scan.next.is_multiple_of(experts) {
+                    break;
+                }
+            }
+            if !items.is_empty() {
+                self.in_flight += 1;
+                self.ahead.push_back(Queued { load: Load { layer, items }, origin: Origin::Ahead });
+            }
+            if self.scan.next == from {
+                return;
+            }
+        }
+    }
+
+    /// Makes experts that are ready the hottest, the first one most of all. Returns how many of them may be
+    /// evicted.
+    fn touch(&mut self, layer: usize, experts: &[u32]) -> usize {
+        let mut listed = 0;
+        for &expert in experts.iter().rev() {
+            if let Some(slot) = self.slots.listed(self.slots.key(layer, expert)) {
+                self.slots.pin(slot);
+                self.slots.unpin(slot, Place::Hot);
+                listed += 1;
+            }
+        }
+        listed
+    }
+
+    /// Asks for one expert; false if there is no slot for it.
+    fn ask(&mut self, layer: usize, expert: u32, origin: Origin, reserved: bool) -> bool {
+        let key = self.slots.key(layer, expert);
+        let Some(slot) = self.slots.take(key, origin, reserved) else { return false };
+        let item = Item { expert, slot, index: self.slots.index_in_class(slot) };
+        let queued = Queued { load: Load { layer, items: vec![item] }, origin };
+        self.in_flight += 1;
+        match origin {
+            Origin::Demand => self.urgent.push_back(queued),
+            _ => self.ahead.push_back(queued),
+        }
+        true
+    }
+
+    /// Moves a load that waits for later to the front.
+    fn promote(&mut self, layer: usize, expert: u32) {
+        let names = |queued: &Queued| {
+            queued.load.layer == layer && queued.load.items.iter().any(|item| item.expert == expert)
+        };
+        if let Some(queued) = self.ahead.iter().position(names).and_then(|at| self.ahead.remove(at)) {
+            self.urgent.push_back(queued);
+        }
+    }
+
+    /// Drops predictions for `layer` that nobody has begun to read and that are not among `used`.
+    fn cancel_predicted(&mut self, layer: usize, used: &[u32]) {
+        let State { ahead, slots, in_flight, stats, .. } = self;
+        ahead.retain(|queued| {
+            let vain = queued.origin == Origin::Predicted
+                && queued.load.layer == layer
+                && queued.load.items.iter().all(|item| used.binary_search(&item.expert).is_err());
+            if vain {
+                for item in &queued.load.items {
+                    slots.set_origin(item.slot, Origin::Demand);
+                    slots.cancel(item.slot);
+                    stats.predicted_cancelled += 1;
+                }
+                *in_flight -= 1;
+            }
+            !vain
+        });
+    }
+}
