@@ -18,9 +18,9 @@ const DECODED: usize = 3;
 
 /// FNV-1a over the bits of numbers.
 fn fingerprint(numbers: impl Iterator<Item = f32>) -> u64 {
-    numbers.flat_map(|x| x.to_bits().to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-    })
+    numbers
+        .flat_map(|x| x.to_bits().to_le_bytes())
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
 }
 
 /// A line of `fingerprints.txt`: variant, arithmetic, kernel version, fingerprint.
