@@ -166,8 +166,9 @@ mod tests {
         // SAFETY: nobody reads meanwhile.
         unsafe { arena.write(&[500..600, 100..200], &mut fill).unwrap() };
         let sums = [(0, 100), (100, 100), (200, 300), (500, 100), (600, 9_400)];
-        let found = sums.map(|(at, len)| arena.bytes(at, len).unwrap().iter().map(|&b| u32::from(b)).sum());
-        assert_eq!(found, [0, 200, 0, 100, 0u32]);
+        let found =
+            sums.map(|(at, len)| arena.bytes(at, len).unwrap().iter().map(|&b| u32::from(b)).sum::<u32>());
+        assert_eq!(found, [0, 200, 0, 100, 0]);
         assert!(arena.bytes(9_999, 2).is_none() && arena.bytes(u64::MAX, 1).is_none());
         assert!(arena.bytes(10_000, 0).is_some_and(<[u8]>::is_empty));
     }
