@@ -7,7 +7,7 @@ use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use quant::Type;
 
-use crate::cache_args::CacheArgs;
+use crate::cache_args::{CacheArgs, DoctorArgs, PlanArgs};
 
 use crate::bench::args::BenchArgs;
 
@@ -33,6 +33,10 @@ pub struct Cli {
 pub enum Command {
     /// Read a prompt and answer or continue it.
     Run(RunArgs),
+    /// Show which memory a run would take, and why, without loading anything.
+    Plan(PlanArgs),
+    /// Show what this machine has for running models, and how fast it reads a model file.
+    Doctor(DoctorArgs),
     /// Show what is in a model file and what running it takes.
     Info(InfoArgs),
     /// Show the tokens of a text.
@@ -58,6 +62,8 @@ pub enum Command {
 pub enum BackendName {
     /// Multi-threaded SIMD.
     Cpu,
+    /// One NVIDIA GPU that holds the whole model.
+    Cuda,
     /// Plain and slow, in double precision where it matters: the measure of the others.
     Reference,
     /// The reference, rounding activations as llama.cpp's kernels do.
@@ -144,6 +150,9 @@ pub struct RunArgs {
     /// Print where the time went, stage by stage.
     #[arg(long)]
     pub stats: bool,
+    /// Write when every stage was computed and every expert read, for Perfetto or chrome://tracing.
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// Print one JSON object instead of text.
     #[arg(long)]
     pub json: bool,

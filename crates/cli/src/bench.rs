@@ -131,7 +131,7 @@ impl<'a> Bench<'a> {
         // Asked before this thread is pinned: then there is one.
         let threads = match args.backend.backend {
             BackendName::Cpu => Some(args.backend.threads.unwrap_or_else(cpu::physical_cores)),
-            BackendName::Reference | BackendName::ReferenceLlama => None,
+            BackendName::Reference | BackendName::ReferenceLlama | BackendName::Cuda => None,
         };
         let mut backend = args.backend.clone();
         backend.pin = !args.no_pin;

@@ -40,6 +40,9 @@ pub enum Failure {
     /// Planning memory.
     #[error(transparent)]
     Plan(#[from] engine::plan::NotEnough),
+    /// Starting the CUDA backend.
+    #[error(transparent)]
+    Cuda(#[from] cuda::Error),
     /// Making files.
     #[error(transparent)]
     Forge(forge::Error),

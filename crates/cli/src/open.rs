@@ -81,7 +81,7 @@ pub fn start(
     let limits = Limits { pass_rows: pass_rows(args.chunk, context), positions: context, kv: args.kv.into() };
     let options =
         cpu::Options { threads: args.threads, exact: args.exact, pin: args.pin, ..cpu::Options::default() };
-    let plan = cache::plan(model, args, &limits)?;
+    let plan = cache::plan(model, args, &limits, engine::machine::spare_memory())?;
     if !quiet {
         report::say(format_args!("{}", cache::line(&plan)));
     }
@@ -110,6 +110,10 @@ pub fn backend(
         BackendName::Cpu => {
             let weights = load(model, quiet)?;
             return Ok(Box::new(cpu::Cpu::new(model.clone(), weights, limits, options)?));
+        }
+        BackendName::Cuda => {
+            let weights = load(model, quiet)?;
+            return Ok(Box::new(cuda::Cuda::new(model.clone(), &weights, limits, cuda::Options::default())?));
         }
         BackendName::Reference => reference::Rounding::None,
         BackendName::ReferenceLlama => reference::Rounding::LlamaCpp,

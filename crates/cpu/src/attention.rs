@@ -10,7 +10,7 @@ use model::{AttentionWeights, GRID, ResidentMatrix, Spec};
 
 use crate::embed;
 use crate::gemm::{self, Input, Product, Then};
-use crate::kernels::{GROUP, Kernels};
+use crate::kernels::{Codes, Kernels};
 use crate::memory::{Out, Rows};
 use crate::open::{Buffers, Open, carve};
 use crate::team::{Scratch, Team};
@@ -59,10 +59,11 @@ pub(crate) fn project(
     let (cols, count, attention) = (spec.hidden, rows.len(), &spec.attention);
     let (queries, kv, dim) = (attention.query_dim(), attention.kv_dim(), attention.head_dim);
     let Buffers { hidden, norm, codes, block, rope, .. } = &mut open.buffers;
-    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (cols / GROUP)..]);
+    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (Codes::per_row(cols))..]);
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
     embed::norm(team, x, (norm_weight, spec.rms_eps), norm, codes);
-    let x = Input::with(team, Rows::new(norm, cols, count), Rows::new(codes, cols / GROUP, count), cols);
+    let x =
+        Input::with(team, Rows::new(norm, cols, count), Rows::new(codes, Codes::per_row(cols), count), cols);
     let [q, gate, k, v] = carve(block, parts(spec, count));
     let outs = [Out::new(q, queries), Out::new(gate, queries), Out::new(k, kv), Out::new(v, kv)];
     let matrices = [&weights.query, &weights.gate, &weights.key, &weights.value];

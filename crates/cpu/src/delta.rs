@@ -7,7 +7,7 @@ use model::{DeltaSpec, DeltaWeights, GRID, ResidentMatrix, Run, Spec};
 
 use crate::embed;
 use crate::gemm::{self, Input, Product, Then};
-use crate::kernels::{Cell, Convolution, GROUP, Kernels, Step, cell_room};
+use crate::kernels::{Cell, Codes, Convolution, Kernels, Step, cell_room};
 use crate::memory::{Aligned, Out, Rows};
 use crate::open::{Buffers, Open, carve};
 use crate::team::Team;
@@ -36,10 +36,11 @@ pub(crate) fn project(
 ) {
     let (cols, count, delta) = (spec.hidden, rows.len(), &spec.delta);
     let Buffers { hidden, norm, codes, block, .. } = &mut open.buffers;
-    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (cols / GROUP)..]);
+    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (Codes::per_row(cols))..]);
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
     embed::norm(team, x, (norm_weight, spec.rms_eps), norm, codes);
-    let x = Input::with(team, Rows::new(norm, cols, count), Rows::new(codes, cols / GROUP, count), cols);
+    let x =
+        Input::with(team, Rows::new(norm, cols, count), Rows::new(codes, Codes::per_row(cols), count), cols);
     let [qkv, z, beta_alpha] = carve(block, parts(spec, count));
     let outs = [
         (&weights.qkv, Out::new(qkv, delta.channels())),
@@ -413,6 +414,7 @@ impl Mixer<'_> {
 }
 
 /// Rows of a cell after which the state is wanted, and where this head of it goes.
+#[allow(clippy::mut_from_ref)] // parts of what `Out` points to
 fn snapshots<'a>(
     part: &'a Part,
     rows: &Range<usize>,

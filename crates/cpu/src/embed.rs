@@ -5,7 +5,7 @@ use std::ops::Range;
 use model::{Model, Result};
 
 use crate::gemm;
-use crate::kernels::{GROUP, Group};
+use crate::kernels::Codes;
 use crate::memory::{Out, Rows};
 use crate::open::Open;
 use crate::team::Team;
@@ -35,11 +35,11 @@ pub(crate) fn norm(
     x: Rows,
     (weight, eps): (&[f32], f32),
     out: &mut [f32],
-    codes: &mut [Group],
+    codes: &mut [Codes],
 ) {
     let (kernels, cols) = (team.kernels, weight.len());
     let rounds = gemm::rounds(team, cols);
-    let (out, codes) = (Out::new(out, cols), Out::new(codes, cols / GROUP));
+    let (out, codes) = (Out::new(out, cols), Out::new(codes, Codes::per_row(cols)));
     team.split(x.count(), |part, _| {
         for row in part {
             // SAFETY: each row belongs to one member.
@@ -47,7 +47,7 @@ pub(crate) fn norm(
             (kernels.rms_norm)(x.row(row, cols), weight, eps, to);
             if rounds {
                 // SAFETY: as above.
-                (kernels.round)(to, unsafe { codes.part(row, 0, cols / GROUP) });
+                (kernels.round)(to, unsafe { codes.part(row, 0, Codes::per_row(cols)) });
             }
         }
     });

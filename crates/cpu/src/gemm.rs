@@ -19,16 +19,38 @@ pub(crate) use integers::{Input, rounds};
 use model::ResidentMatrix;
 use quant::Type;
 
-use crate::kernels::{Kernels, PANEL};
+use crate::kernels::{Codes, GROUP, GROUPS, Kernels, PANEL};
 use crate::memory::{Out, Rows};
 use crate::team::{Scratch, Team};
 
 /// Rows that meet a panel together: their products stay in the first cache.
 const CHUNK: usize = 32;
 
+/// Rows whose products are handed on together, at most.
+const MOST_ROWS: usize = if CHUNK > integers::CHUNK { CHUNK } else { integers::CHUNK };
+
+/// Panels that rows meet in turn, at most.
+const PANELS: usize = 16;
+
+/// Panels of a dense matrix that all rows meet in turn, so that rows are read once for all of them, times
+/// blocks of columns: less than half of a second cache.
+const PANEL_BLOCKS: usize = 64;
+
+/// The same in single precision, where panels take more room.
+const WIDE_PANEL_BLOCKS: usize = 16;
+
+/// Panels of a second half that the rows of an expert meet together: a line of the sum for each.
+const DOWN_PANELS: usize = 4;
+
+/// Panels of each matrix that make a unit of a first half: as many as make a group of what follows.
+const GATED_PANELS: usize = GROUP / PANEL;
+
 /// Columns whose products are summed in registers: with a panel of them, half of a first cache. A multiple
 /// of every block length.
 const K_BLOCK: usize = 512;
+
+/// From so many rows on, outputs are too many for the caches and go past them.
+const STREAM_ROWS: usize = 256;
 
 /// Up to so many rows, `F32` weights are used where they lie: copying them would take longer than using them.
 const IN_PLACE_ROWS: usize = 4;
@@ -111,24 +133,60 @@ pub(crate) fn dense(team: &mut Team, products: &[Product]) {
         .collect();
     team.split_costs(&costs, |index, units, scratch| {
         let Product { weights, x, out, then } = &products[index];
-        for unit in units {
-            let pair = [weights.panel(2 * unit), weights.panel(2 * unit + 1)];
-            panels(kernels, scratch, pair, *x, |rows, tiles| {
-                for (p, tile) in tiles.into_iter().enumerate().filter(|(p, _)| pair[*p].rows > 0) {
-                    for (row, from) in rows.clone().zip(tile.chunks_exact(PANEL)) {
-                        let from = &from[..pair[p].rows];
-                        // SAFETY: these columns of the output belong to this unit alone.
-                        let to = unsafe { out.part(row, (2 * unit + p) * PANEL, from.len()) };
-                        match then {
-                            Then::Store => to.copy_from_slice(from),
-                            Then::Add => to.iter_mut().zip(from).for_each(|(to, x)| *to += x),
-                            Then::Scale(by) => to.iter_mut().zip(from).for_each(|(to, x)| *to = x * by[row]),
-                        }
+        let room = if x.codes_for(&[*weights]).is_some() { PANEL_BLOCKS } else { WIDE_PANEL_BLOCKS };
+        let pairs = (room / weights.cols.div_ceil(K_BLOCK) / 2).clamp(1, PANELS / 2);
+        let most = 2 * pairs;
+        for first in (2 * units.start..2 * units.end).step_by(most) {
+            let set = PanelSet::of(weights, first..(first + most).min(2 * units.end));
+            panels(kernels, scratch, &set, *x, |rows, tile, stride| {
+                for (row, from) in rows.zip(tile.chunks_exact(stride)) {
+                    let from = &from[..set.rows()];
+                    // SAFETY: these columns of the output belong to this unit alone.
+                    let to = unsafe { out.part(row, first * PANEL, from.len()) };
+                    match then {
+                        Then::Store if x.count() >= STREAM_ROWS => (kernels.stream)(from, to),
+                        Then::Store => to.copy_from_slice(from),
+                        // SAFETY: as above.
+                        Then::Add => unsafe {
+                            (kernels.add_rows)((from, from.len()), from.len(), &[to.as_mut_ptr()], &[1.0]);
+                        },
+                        Then::Scale(by) => to.iter_mut().zip(from).for_each(|(to, x)| *to = x * by[row]),
                     }
                 }
             });
         }
     });
+}
+
+/// Panels that the same rows are multiplied with, in pairs.
+struct PanelSet<'a> {
+    panels: [Weights<'a>; PANELS],
+    count: usize,
+    /// Bytes from a panel to the one that is probably decoded after it by way of its place.
+    ahead: usize,
+}
+
+impl<'a> PanelSet<'a> {
+    /// Panels that lie one after the other.
+    fn of(weights: &Weights<'a>, range: Range<usize>) -> PanelSet<'a> {
+        let panels = std::array::from_fn(|i| weights.panel(range.start + i));
+        PanelSet { panels, count: range.len(), ahead: 2 * panels[0].bytes.len() }
+    }
+
+    /// The panels of two matrices, one of each in turn.
+    fn of_both(gate: &Weights<'a>, up: &Weights<'a>, range: Range<usize>) -> PanelSet<'a> {
+        let panels = std::array::from_fn(|i| [gate, up][i % 2].panel(range.start + i / 2));
+        PanelSet { panels, count: 2 * range.len(), ahead: panels[0].bytes.len() }
+    }
+
+    fn panels(&self) -> &[Weights<'a>] {
+        &self.panels[..self.count]
+    }
+
+    /// Weight rows of all panels.
+    fn rows(&self) -> usize {
+        self.panels().iter().map(|panel| panel.rows).sum()
+    }
 }
 
 /// The first half of a gated network for one group of rows: SiLU(gate · x) · (up · x).
@@ -143,24 +201,53 @@ pub(crate) struct GateUp<'a> {
     pub(crate) first: usize,
 }
 
+/// Where first halves go.
+#[derive(Clone, Copy)]
+pub(crate) enum Inner {
+    /// In single precision.
+    Numbers(Out),
+    /// Rounded.
+    Codes(Out<Codes>),
+}
+
 /// The first halves of gated networks, all groups in one region.
-pub(crate) fn gate_up(team: &mut Team, groups: &[GateUp], out: Out) {
+pub(crate) fn gate_up(team: &mut Team, groups: &[GateUp], out: Inner) {
     let kernels = team.kernels;
     let costs: Vec<(usize, u64)> = groups
         .iter()
-        .map(|g| (g.gate.rows.div_ceil(PANEL), ((g.x.count() + DECODE_ROWS) * g.gate.cols) as u64))
+        .map(|g| {
+            let units = g.gate.rows.div_ceil(GATED_PANELS * PANEL);
+            (units, ((g.x.count() + DECODE_ROWS) * g.gate.cols) as u64)
+        })
         .collect();
     team.split_costs(&costs, |index, units, scratch| {
         let GateUp { gate, up, x, first } = &groups[index];
         for unit in units {
-            let pair = [gate.panel(unit), up.panel(unit)];
-            panels(kernels, scratch, pair, *x, |rows, [gates, ups]| {
-                (kernels.swiglu)(gates, ups);
-                for (row, from) in rows.zip(gates.chunks_exact(PANEL)) {
-                    let from = &from[..pair[0].rows];
-                    // SAFETY: these columns of the group's rows belong to this unit alone.
-                    let to = unsafe { out.part(first + row, unit * PANEL, from.len()) };
-                    to.copy_from_slice(from);
+            let set = PanelSet::of_both(gate, up, GATED_PANELS * unit..GATED_PANELS * (unit + 1));
+            panels(kernels, scratch, &set, *x, |rows, tile, stride| match out {
+                Inner::Codes(out) => {
+                    let mut codes = [std::ptr::null_mut(); MOST_ROWS];
+                    for (codes, row) in codes.iter_mut().zip(rows.clone()) {
+                        *codes = out.at(first + row, unit / GROUPS);
+                    }
+                    // SAFETY: this group of these rows belongs to this unit alone.
+                    unsafe { (kernels.gated)(tile, stride, &codes[..rows.len()], unit % GROUPS) };
+                }
+                Inner::Numbers(out) => {
+                    for (row, tile) in rows.zip(tile.chunks_exact_mut(stride)) {
+                        for (i, both) in tile.chunks_exact_mut(2 * PANEL).enumerate() {
+                            let (gates, ups) = both.split_at_mut(PANEL);
+                            let count = set.panels[2 * i].rows;
+                            if count == 0 {
+                                break;
+                            }
+                            (kernels.swiglu)(&mut gates[..count], &ups[..count]);
+                            let column = (GATED_PANELS * unit + i) * PANEL;
+                            // SAFETY: these columns of the group's rows belong to this unit alone.
+                            let to = unsafe { out.part(first + row, column, count) };
+                            to.copy_from_slice(&gates[..count]);
+                        }
+                    }
                 }
             });
         }
@@ -193,17 +280,16 @@ pub(crate) fn down(
     let kernels = team.kernels;
     team.split(hidden.div_ceil(2 * PANEL), |units, scratch| {
         for Down { weights, x, rows: to_rows, factors } in groups {
-            for unit in units.clone() {
-                let pair = [weights.panel(2 * unit), weights.panel(2 * unit + 1)];
-                panels(kernels, scratch, pair, *x, |rows, tiles| {
-                    for (p, tile) in tiles.into_iter().enumerate().filter(|(p, _)| pair[*p].rows > 0) {
-                        for (row, from) in rows.clone().zip(tile.chunks_exact(PANEL)) {
-                            let (column, from) = ((2 * unit + p) * PANEL, &from[..pair[p].rows]);
-                            // SAFETY: these columns of the sum belong to this thread alone.
-                            let to = unsafe { sum.part(to_rows[row] as usize, column, from.len()) };
-                            (kernels.add_scaled)(factors[row], from, to);
-                        }
+            for first in (2 * units.start..2 * units.end).step_by(DOWN_PANELS) {
+                let set = PanelSet::of(weights, first..(first + DOWN_PANELS).min(2 * units.end));
+                panels(kernels, scratch, &set, *x, |rows, tile, stride| {
+                    let mut to = [std::ptr::null_mut(); MOST_ROWS];
+                    for (to, &row) in to.iter_mut().zip(&to_rows[rows.clone()]) {
+                        *to = sum.at(row as usize, first * PANEL);
                     }
+                    let (to, factors) = (&to[..rows.len()], &factors[rows]);
+                    // SAFETY: these columns of the sum belong to this thread alone.
+                    unsafe { (kernels.add_rows)((tile, stride), set.rows(), to, factors) };
                 });
             }
         }
@@ -211,49 +297,50 @@ pub(crate) fn down(
             let columns = (units.start * 2 * PANEL).min(hidden)..(units.end * 2 * PANEL).min(hidden);
             for row in 0..rows {
                 // SAFETY: these columns of both belong to this thread alone.
-                let (to, from) = unsafe {
-                    (
-                        residual.part(row, columns.start, columns.len()),
-                        sum.part(row, columns.start, columns.len()),
-                    )
-                };
-                to.iter_mut().zip(from).for_each(|(to, x)| *to += *x);
+                unsafe {
+                    let from = sum.part(row, columns.start, columns.len());
+                    let to = residual.part(row, columns.start, columns.len()).as_mut_ptr();
+                    (kernels.add_rows)((from, from.len()), from.len(), &[to], &[1.0]);
+                }
             }
         }
     });
 }
 
-/// Multiplies all rows of `x` with some panels. `emit` is given a range of rows and, for each panel, their
-/// products: [rows of the range][PANEL].
-fn panels<const P: usize>(
+/// Multiplies all rows of `x` with some panels. `emit` is given a range of rows and their products:
+/// [rows of the range][stride], [`PANEL`] columns for each panel.
+fn panels(
     kernels: &Kernels,
     scratch: &mut Scratch,
-    weights: [Weights; P],
+    set: &PanelSet,
     x: Input,
-    emit: impl FnMut(Range<usize>, [&mut [f32]; P]),
+    emit: impl FnMut(Range<usize>, &mut [f32], usize),
 ) {
-    match x.codes_for(&weights) {
-        Some(codes) => integers::panels(kernels, scratch, weights, codes, emit),
-        None => numbers(kernels, scratch, weights, x.numbers, emit),
+    match x.codes_for(set.panels()) {
+        Some(codes) => integers::panels(kernels, scratch, (set.panels(), set.ahead), codes, emit),
+        None => {
+            let x = x.numbers.expect("inputs of weights that are plain numbers are kept");
+            numbers(kernels, scratch, set.panels(), x, emit);
+        }
     }
 }
 
 /// As [`panels`], in single precision.
-fn numbers<const P: usize>(
+fn numbers(
     kernels: &Kernels,
     scratch: &mut Scratch,
-    weights: [Weights; P],
+    weights: &[Weights],
     x: Rows,
-    mut emit: impl FnMut(Range<usize>, [&mut [f32]; P]),
+    mut emit: impl FnMut(Range<usize>, &mut [f32], usize),
 ) {
-    let cols = weights[0].cols;
+    let (cols, stride) = (weights[0].cols, weights.len() * PANEL);
     let blocks = cols.div_ceil(K_BLOCK);
     let chunks = x.count().div_ceil(CHUNK);
     // With a single chunk every block is used at once, and its place is taken by the next.
     let kept = if chunks > 1 { blocks } else { 1 };
-    let in_place = weights.map(|w| w.ty == Type::F32 && x.count() <= IN_PLACE_ROWS);
-    scratch.panel.reserve(P * kept * PANEL * K_BLOCK);
-    scratch.tile.reserve(P * CHUNK * PANEL);
+    let in_place = |w: &Weights| w.ty == Type::F32 && x.count() <= IN_PLACE_ROWS;
+    scratch.panel.reserve(weights.len() * kept * PANEL * K_BLOCK);
+    scratch.tile.reserve(CHUNK * stride);
     for chunk in 0..chunks {
         let rows = chunk * CHUNK..x.count().min((chunk + 1) * CHUNK);
         for block in 0..blocks {
@@ -265,27 +352,24 @@ fn numbers<const P: usize>(
             for (p, weights) in weights.iter().enumerate().filter(|(_, w)| w.rows > 0) {
                 let place = (p * kept + block % kept) * PANEL * K_BLOCK;
                 let panel = &mut scratch.panel[place..][..PANEL * K_BLOCK];
-                let lying = if in_place[p] { weights.in_place(columns.start) } else { None };
+                let lying = if in_place(weights) { weights.in_place(columns.start) } else { None };
                 if chunk == 0 && lying.is_none() {
                     decode(kernels, weights, &columns, panel);
                 }
                 let w = lying.map_or((panel.as_ptr(), K_BLOCK), |start| (start, cols));
-                let tile = &mut scratch.tile[p * CHUNK * PANEL..][..CHUNK * PANEL];
+                let tile = &mut scratch.tile[p * PANEL..];
                 let n = weights.rows.next_multiple_of(4);
                 // SAFETY: each start points to the block's columns of a row; the panel has n rows (those
                 // behind the last are zeros, and weights in place are a multiple of four) of these columns;
                 // the tile has room for the chunk.
                 unsafe {
-                    let (shape, out) = ((n, columns.len()), (tile.as_mut_ptr(), PANEL));
+                    let (shape, out) = ((n, columns.len()), (tile.as_mut_ptr(), stride));
                     (kernels.dot_form)(&starts[..rows.len()], w, shape, out, block > 0);
                 }
             }
         }
-        let mut tiles = scratch.tile.chunks_exact_mut(CHUNK * PANEL);
-        emit(
-            rows.clone(),
-            std::array::from_fn(|_| &mut tiles.next().expect("reserved")[..rows.len() * PANEL]),
-        );
+        let len = rows.len() * stride;
+        emit(rows, &mut scratch.tile[..len], stride);
     }
 }
 

@@ -4,7 +4,7 @@ use model::{Matrix, ResidentWeights, Spec};
 
 use crate::embed;
 use crate::gemm::{self, Input, Product, Then};
-use crate::kernels::{GROUP, Group};
+use crate::kernels::Codes;
 use crate::memory::{Out, Rows, reserve};
 use crate::open::Open;
 use crate::team::Team;
@@ -20,8 +20,8 @@ pub(crate) fn head(team: &mut Team, spec: &Spec, weights: &ResidentWeights, open
     let index: Vec<u32> = wanted.iter().map(|&row| row as u32).collect();
     buffers.last.resize(index.len() * cols, 0.0);
     let x = Rows::gather(&buffers.hidden, cols, &index);
-    let per_row = cols / GROUP;
-    reserve(&mut buffers.last_codes, index.len() * per_row, Group::ZERO);
+    let per_row = Codes::per_row(cols);
+    reserve(&mut buffers.last_codes, index.len() * per_row, Codes::ZERO);
     let (last, codes) = (&mut buffers.last, &mut buffers.last_codes);
     embed::norm(team, x, (&weights.output_norm, spec.rms_eps), last, codes);
 

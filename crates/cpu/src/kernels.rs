@@ -8,6 +8,7 @@ mod blocks;
 mod conv;
 mod decode;
 mod delta;
+mod finish;
 mod int8;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
@@ -32,7 +33,7 @@ use quant::Type;
 use crate::error::Error;
 pub(crate) use conv::Convolution;
 pub(crate) use delta::{Cell, Step, room as cell_room};
-pub(crate) use int8::{COLUMNS, Form, GROUP, Group, PANEL, Panel};
+pub(crate) use int8::{Codes, Form, GROUP, GROUPS, PANEL, Panel};
 use product::{Factor, Target};
 pub(crate) use unpack::{form, is_integer};
 
@@ -99,16 +100,22 @@ pub(crate) struct Kernels {
     /// Products with rows: see [`product::dot_form`].
     pub(crate) dot_form: DotForm,
     /// Activations to integers: see [`int8::round`].
-    pub(crate) round: fn(&[f32], &mut [Group]),
+    pub(crate) round: fn(&[f32], &mut [Codes]),
     /// Whole blocks of up to a panel's rows to integers: see [`int8::fill`].
     pub(crate) fill: Fill,
-    /// Asks for a cache line that will be read soon.
-    pub(crate) prefetch: fn(*const u8),
+    /// Asks for the cache lines of some bytes that will be read soon.
+    pub(crate) prefetch: fn(*const u8, usize),
+    /// Copies numbers that will not be read soon.
+    pub(crate) stream: fn(&[f32], &mut [f32]),
     /// Products of integers: see [`int8::product`].
     pub(crate) int_product: IntProduct,
-    /// Products of integers for up to [`GEMV_ROWS`] rows, for types that have a kernel for them: weight rows, x,
+    /// SiLU(gate) · up to integers: see [`finish::gated`].
+    pub(crate) gated: Gated,
+    /// Rows added to others: see [`finish::add_rows`].
+    pub(crate) add_rows: AddRows,
+    /// Products of integers for up to [`GEMV_ROWS`] rows, where there is a kernel for them: type, weight rows, x,
     /// out [rows][PANEL], bytes that will be needed next.
-    pub(crate) gemv: fn(Type) -> Option<Gemv>,
+    pub(crate) gemv: Option<Gemv>,
     /// Products with columns: see [`product::sum_form`].
     pub(crate) sum_form: SumForm,
     /// Σ a · b.
@@ -116,7 +123,7 @@ pub(crate) struct Kernels {
     /// RMS norm: x, weight, eps, out.
     pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
     /// RMS norm times SiLU(gate): x, weight, eps, gate, out.
-    pub(crate) gated_norm: fn(&[f32], &[f32], f32, &[f32], &mut [f32]),
+    pub(crate) gated_norm: GatedNorm,
     /// gate ← SiLU(gate) · up.
     pub(crate) swiglu: fn(&mut [f32], &[f32]),
     /// x ← x · scale · sigmoid(gate).
@@ -125,8 +132,6 @@ pub(crate) struct Kernels {
     pub(crate) convolve: Convolve,
     /// Gates of the delta rule: see [`conv::gates`].
     pub(crate) gates: fn(&mut [f32], &mut [f32], (f32, f32)),
-    /// y ← y + a · x.
-    pub(crate) add_scaled: fn(f32, &[f32], &mut [f32]),
     /// x ← e^x.
     pub(crate) exp: fn(&mut [f32]),
     /// A block of an online softmax: scores, scale, largest so far; returns largest, correction, sum.
@@ -145,9 +150,14 @@ type DotForm = unsafe fn(&[*const f32], Factor, (usize, usize), Target, bool);
 type SumForm = unsafe fn((usize, usize, usize), Factor, Factor, Target, bool);
 /// type, blocks of each row, columns, panel.
 type Fill = fn(Type, &[&[u8]], usize, &mut Panel);
-/// x, panels and their outputs, (groups, form), whether to add.
-type IntProduct = unsafe fn(&[*const Group], &[(&Panel, *mut f32)], (usize, Form), bool);
-pub(crate) type Gemv = unsafe fn(Type, &[&[u8]], &[*const Group], &mut [f32], *const u8);
+/// x, panels, out, (groups, form), whether to add.
+type IntProduct = unsafe fn(&[*const Codes], &[&Panel], Target, (usize, Form), bool);
+/// tile, its stride, codes of each row, group.
+type Gated = unsafe fn(&[f32], usize, &[*mut Codes], usize);
+/// (tile, its stride), columns, rows to add to, factor of each.
+type AddRows = unsafe fn((&[f32], usize), usize, &[*mut f32], &[f32]);
+pub(crate) type Gemv = unsafe fn(Type, &[&[u8]], &[*const Codes], (&mut [f32], usize), *const u8);
+type GatedNorm = fn(&[f32], &[f32], f32, &[f32], &mut [f32]);
 /// what, samples, out.
 type Convolve = unsafe fn(&Convolution, &[*const f32], Target);
 type SoftmaxBlock = fn(&mut [f32], f32, f32) -> (f32, f32, f32);
@@ -186,19 +196,29 @@ macro_rules! kernels {
             unsafe { product::dot_form::<$simd>(x, w, shape, out, add) }
         }
         $(#[target_feature(enable = $features)])?
-        fn round(x: &[f32], out: &mut [Group]) {
+        fn round(x: &[f32], out: &mut [Codes]) {
             int8::round(x, out);
         }
         $(#[target_feature(enable = $features)])?
         fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
-            int8::fill(ty, rows, columns, panel, int8::transpose);
+            int8::fill(ty, rows, columns, panel);
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn int_product(
-            x: &[*const Group], panels: &[(&Panel, *mut f32)], shape: (usize, Form), add: bool,
+            x: &[*const Codes], panels: &[&Panel], out: Target, shape: (usize, Form), add: bool,
         ) {
             // SAFETY: the caller's promise is the same.
-            unsafe { int8::product(x, panels, shape, add) }
+            unsafe { int8::product(x, panels, out, shape, add) }
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn gated(tile: &[f32], stride: usize, codes: &[*mut Codes], group: usize) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { finish::gated::<$simd>(tile, stride, codes, group) }
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn add_rows(tile: (&[f32], usize), columns: usize, to: &[*mut f32], factors: &[f32]) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { finish::add_rows::<$simd>(tile, columns, to, factors) }
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn sum_form(
@@ -237,10 +257,6 @@ macro_rules! kernels {
             conv::gates::<$simd>(beta, alpha, head);
         }
         $(#[target_feature(enable = $features)])?
-        fn add_scaled(a: f32, x: &[f32], y: &mut [f32]) {
-            rows::add_scaled::<$simd>(a, x, y);
-        }
-        $(#[target_feature(enable = $features)])?
         fn exp(x: &mut [f32]) {
             x.iter_mut().for_each(|x| *x = rows::exp::<$simd>(*x));
         }
@@ -269,9 +285,12 @@ macro_rules! kernels {
             dot_form,
             round: |x, out| unsafe { round(x, out) },
             fill: |ty, rows, columns, panel| unsafe { fill(ty, rows, columns, panel) },
-            prefetch: |_| (),
+            prefetch: |_, _| (),
+            stream: |from, to| to.copy_from_slice(from),
             int_product,
-            gemv: |_| None,
+            gated,
+            add_rows,
+            gemv: None,
             sum_form,
             dot: |a, b| unsafe { dot(a, b) },
             rms_norm: |x, weight, eps, out| unsafe { rms_norm(x, weight, eps, out) },
@@ -280,7 +299,6 @@ macro_rules! kernels {
             gate: |x, scale, z| unsafe { gate(x, scale, z) },
             convolve,
             gates: |beta, alpha, head| unsafe { gates(beta, alpha, head) },
-            add_scaled: |a, x, y| unsafe { add_scaled(a, x, y) },
             exp: |x| unsafe { exp(x) },
             softmax_block: |scores, scale, largest| unsafe { softmax_block(scores, scale, largest) },
             state_columns: delta::VECTORS * <$simd as simd::Simd>::LANES,
@@ -306,8 +324,10 @@ static VNNI: Kernels = Kernels {
     // SAFETY: `table` hands this out only where the features are.
     fill: |ty, rows, columns, panel| unsafe { vnni_fill::fill(ty, rows, columns, panel) },
     prefetch: vnni::prefetch,
+    // SAFETY: as above.
+    stream: |from, to| unsafe { vnni::stream(from, to) },
     int_product: vnni::product,
-    gemv: |ty| blocks::knows(ty).then_some(vnni_gemv::gemv as Gemv),
+    gemv: Some(vnni_gemv::gemv),
     ..kernels!(x86::Avx512, Variant::Vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 };
 

@@ -56,7 +56,8 @@ pub struct Options {
     pub threads: Option<usize>,
     /// Kernels; `REDLITE_CPU_VARIANT` or the best the processor runs if not given.
     pub variant: Option<Variant>,
-    /// Whether each thread stays on its core.
+    /// Whether each thread but the caller's stays on a core of its own, however many there are. Otherwise they
+    /// do if there is a core for each and `REDLITE_CPU_PIN` is not 0.
     pub pin: bool,
     /// Whether activations keep single precision where they meet quantised weights. Slower; otherwise they are
     /// rounded to eight bits with one scale for every 32 of them, if the kernels gain by it
@@ -102,13 +103,16 @@ impl Cpu {
         if count == 0 || count > MOST_THREADS {
             return Err(Error::ThreadCount { found: count, most: MOST_THREADS });
         }
-        let pool = Pool::new(count, options.pin).map_err(|source| Error::Threads { count, source })?;
+        let by_default =
+            || count <= physical_cores() && std::env::var("REDLITE_CPU_PIN").as_deref() != Ok("0");
+        let pin = options.pin || by_default();
+        let pool = Pool::new(count, pin).map_err(|source| Error::Threads { count, source })?;
         Ok(Cpu {
             conv: transposed_convolutions(&model, &weights),
             capabilities: Capabilities {
                 name: "cpu",
                 variant: kernels.variant.name().to_string(),
-                kernel_version: if exact { 1 } else { 2 },
+                kernel_version: if exact { 3 } else { 5 },
                 block_rows: BLOCK_ROWS,
                 smallest_chunk: 1,
             },

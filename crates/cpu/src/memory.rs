@@ -2,6 +2,8 @@
 
 use std::ops::{Deref, DerefMut, Range};
 
+use crate::topology;
+
 /// Numbers on a cache line boundary, so that a vector never straddles two lines.
 #[derive(Debug, Default)]
 pub(crate) struct Aligned {
@@ -19,6 +21,7 @@ impl Aligned {
         if len > self.len {
             // A fresh allocation of zeros costs nothing until it is touched; growing would copy.
             self.lines = vec![Line([0.0; 16]); len.div_ceil(16)];
+            topology::use_huge_pages(&self.lines);
             self.len = len;
         }
     }
@@ -48,7 +51,8 @@ impl DerefMut for Aligned {
 /// Makes room for at least `len` values. What they are is unspecified. Never shrinks.
 pub(crate) fn reserve<T: Copy>(values: &mut Vec<T>, len: usize, value: T) {
     if len > values.len() {
-        values.clear();
+        *values = Vec::with_capacity(len);
+        topology::use_huge_pages(values.spare_capacity_mut());
         values.resize(len, value);
     }
 }
@@ -129,6 +133,17 @@ impl<T> Out<T> {
     /// Rows `stride` apart. The numbers must outlive every use; a region borrows nothing longer.
     pub(crate) fn new(numbers: &mut [T], stride: usize) -> Out<T> {
         Out { start: numbers.as_mut_ptr(), len: numbers.len(), stride }
+    }
+
+    /// Where a number lies, to be handed to a kernel.
+    ///
+    /// # Panics
+    /// If it does not lie inside.
+    pub(crate) fn at(&self, row: usize, column: usize) -> *mut T {
+        let index = row * self.stride + column;
+        assert!(index < self.len, "outside of the matrix");
+        // SAFETY: inside the numbers this was made of.
+        unsafe { self.start.add(index) }
     }
 
     /// `len` columns of a row from `column` on.

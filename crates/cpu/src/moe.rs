@@ -10,8 +10,8 @@ use model::{HostSlots, Model, MoeWeights, ResidentMatrix, Result, Spec, Wave};
 
 use crate::embed;
 use crate::gemm::{self, Down, GateUp, Input, Product, Then, Weights};
-use crate::kernels::{GROUP, Group};
-use crate::memory::{Aligned, Out, Rows};
+use crate::kernels::{Codes, is_integer};
+use crate::memory::{Aligned, Out, Rows, reserve};
 use crate::open::{Buffers, Open, Pairs, carve};
 use crate::team::Team;
 
@@ -41,7 +41,7 @@ pub(crate) fn route(
     let (cols, count) = (spec.hidden, rows.len());
     let Buffers { hidden, norm, codes, block, ids, weights: chosen, pairs, .. } = &mut open.buffers;
     pairs.valid = false;
-    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (cols / GROUP)..]);
+    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (Codes::per_row(cols))..]);
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
     embed::norm(team, x, (&weights.norm, spec.rms_eps), norm, codes);
 
@@ -99,11 +99,16 @@ pub(crate) fn shared(
     let (cols, count, width) = (spec.hidden, rows.len(), spec.moe.shared_width);
     let Buffers { norm, codes, block_codes, sum, block, .. } = &mut open.buffers;
     let numbers = Rows::new(&norm[rows.start * cols..], cols, count);
-    let codes = Rows::new(&codes[rows.start * (cols / GROUP)..], cols / GROUP, count);
+    let codes = Rows::new(&codes[rows.start * (Codes::per_row(cols))..], Codes::per_row(cols), count);
     let x = Input::with(team, numbers, codes, cols);
     let [inner, factors] = carve(block, shared_parts(spec, count));
     let group = GateUp { gate: (&weights.shared_gate).into(), up: (&weights.shared_up).into(), x, first: 0 };
-    gemm::gate_up(team, &[group], Out::new(inner, width));
+    let rounded = gemm::rounds(team, width) && is_integer(weights.shared_down.ty);
+    if rounded {
+        gemm::gate_up(team, &[group], gemm::Inner::Codes(Out::new(block_codes, Codes::per_row(width))));
+    } else {
+        gemm::gate_up(team, &[group], gemm::Inner::Numbers(Out::new(inner, width)));
+    }
 
     let (kernels, out) = (team.kernels, Out::new(factors, 1));
     team.split(count, |part, _| {
@@ -114,7 +119,11 @@ pub(crate) fn shared(
         }
     });
     let out = Out::new(&mut sum[rows.start * cols..], cols);
-    let x = Input::round(team, Rows::new(inner, width, count), width, block_codes);
+    let x = if rounded {
+        Input::rounded(Rows::new(block_codes, Codes::per_row(width), count))
+    } else {
+        Input::exact(Rows::new(inner, width, count))
+    };
     let then = Then::Scale(factors);
     gemm::dense(team, &[Product { weights: (&weights.shared_down).into(), x, out, then }]);
 }
@@ -155,14 +164,15 @@ pub(crate) fn used(pairs: &Pairs) -> Vec<u32> {
 /// Bytes of [`Inner`] for passes of `rows` rows.
 pub(crate) fn inner_bytes(spec: &Spec, rows: usize) -> usize {
     let widest = spec.moe.widths.iter().copied().max().unwrap_or(0);
-    PAIRS.min(rows * spec.moe.used) * (widest * size_of::<f32>() + widest / GROUP * size_of::<Group>())
+    PAIRS.min(rows * spec.moe.used)
+        * (widest * size_of::<f32>()).max(Codes::per_row(widest) * size_of::<Codes>())
 }
 
-/// What the first halves of experts make: rows of pairs.
+/// What the first halves of experts make: rows of pairs, in the form that the second halves want.
 #[derive(Default)]
 pub(crate) struct Inner {
     numbers: Aligned,
-    codes: Vec<Group>,
+    codes: Vec<Codes>,
 }
 
 /// Some pairs of one expert, and its weights.
@@ -187,7 +197,6 @@ pub(crate) fn experts(
     group(spec, rows, &mut open.buffers);
     let Buffers { hidden, norm, codes, sum, pairs, .. } = &mut open.buffers;
     let (hidden, sum) = (Out::new(hidden, cols), Out::new(sum, cols));
-    inner.numbers.reserve(PAIRS.min(pairs.rows.len()) * width);
     let mut pieces = pieces((model, slots), layer, wave, pairs)?.into_iter().peekable();
     loop {
         let mut turn = Vec::new();
@@ -244,7 +253,7 @@ fn pieces<'a>(
 fn turn_of_experts(
     team: &mut Team,
     turn: &[Piece],
-    (norm, codes): (&[f32], &[Group]),
+    (norm, codes): (&[f32], &[Codes]),
     pairs: &Pairs,
     inner: &mut Inner,
     (width, cols): (usize, usize),
@@ -265,15 +274,22 @@ fn turn_of_experts(
             up: piece.up,
             x: {
                 let index = &pairs.rows[piece.pairs.clone()];
-                let codes = Rows::gather(codes, cols / GROUP, index);
+                let codes = Rows::gather(codes, Codes::per_row(cols), index);
                 Input::with(team, Rows::gather(norm, cols, index), codes, cols)
             },
             first,
         })
         .collect();
-    gemm::gate_up(team, &groups, Out::new(&mut inner.numbers, width));
-    let count: usize = turn.iter().map(|piece| piece.pairs.len()).sum();
-    let all = Input::round(team, Rows::new(&inner.numbers, width, count), width, &mut inner.codes);
+    let (count, most, per_row) = (first, PAIRS.min(pairs.rows.len()), Codes::per_row(width));
+    let all = if gemm::rounds(team, width) && turn.iter().all(|piece| is_integer(piece.down.ty)) {
+        reserve(&mut inner.codes, most * per_row, Codes::ZERO);
+        gemm::gate_up(team, &groups, gemm::Inner::Codes(Out::new(&mut inner.codes, per_row)));
+        Input::rounded(Rows::new(&inner.codes, per_row, count))
+    } else {
+        inner.numbers.reserve(most * width);
+        gemm::gate_up(team, &groups, gemm::Inner::Numbers(Out::new(&mut inner.numbers, width)));
+        Input::exact(Rows::new(&inner.numbers, width, count))
+    };
     let groups: Vec<Down> = turn
         .iter()
         .zip(&firsts)

@@ -5,7 +5,7 @@ use std::ops::Range;
 use model::state::OpenPass;
 use model::{Pass, Spec, Stage};
 
-use crate::kernels::{GROUP, Group};
+use crate::kernels::Codes;
 use crate::memory::{Aligned, reserve};
 
 /// A pass between begin and commit.
@@ -24,10 +24,10 @@ pub(crate) struct Buffers {
     pub(crate) hidden: Aligned,
     /// Normed rows, input of whatever follows a norm: [rows, hidden].
     pub(crate) norm: Aligned,
-    /// `norm` as integers: [rows, hidden / GROUP].
-    pub(crate) codes: Vec<Group>,
+    /// `norm` as integers: [rows, blocks of hidden].
+    pub(crate) codes: Vec<Codes>,
     /// Other inputs of products as integers.
-    pub(crate) block_codes: Vec<Group>,
+    pub(crate) block_codes: Vec<Codes>,
     /// Sum of shared and routed experts: [rows, hidden].
     pub(crate) sum: Aligned,
     /// What lives between the stages of a block of rows; see [`carve`].
@@ -43,7 +43,7 @@ pub(crate) struct Buffers {
     /// Final hidden states of the rows that want logits or hidden states.
     pub(crate) last: Vec<f32>,
     /// The same as integers.
-    pub(crate) last_codes: Vec<Group>,
+    pub(crate) last_codes: Vec<Codes>,
     /// Those rows.
     pub(crate) last_rows: Vec<usize>,
     /// Logits of the rows that want them.
@@ -89,11 +89,11 @@ impl Lens {
         let widest = widest.into_iter().max().unwrap_or(0);
         Lens {
             hidden: rows * spec.hidden,
-            codes: rows * (spec.hidden / GROUP),
+            codes: rows * Codes::per_row(spec.hidden),
             used: rows * spec.moe.used,
             rope: rows * spec.attention.rope_dims,
             block: lens.into_iter().map(carved_len).max().unwrap_or(0),
-            block_codes: block * (widest / GROUP),
+            block_codes: block * Codes::per_row(widest),
         }
     }
 }
@@ -103,7 +103,7 @@ pub(crate) fn scratch_bytes(spec: &Spec, rows: usize, block_rows: usize) -> usiz
     let lens = Lens::new(spec, rows, block_rows);
     let numbers = 3 * lens.hidden + 2 * lens.used + lens.rope + lens.block + spec.vocab;
     let pairs = 2 * size_of::<u32>() * lens.used;
-    numbers * size_of::<f32>() + (lens.codes + lens.block_codes) * size_of::<Group>() + pairs
+    numbers * size_of::<f32>() + (lens.codes + lens.block_codes) * size_of::<Codes>() + pairs
 }
 
 impl Buffers {
@@ -113,13 +113,13 @@ impl Buffers {
         for buffer in [&mut self.hidden, &mut self.norm, &mut self.sum] {
             buffer.reserve(lens.hidden);
         }
-        reserve(&mut self.codes, lens.codes, Group::ZERO);
+        reserve(&mut self.codes, lens.codes, Codes::ZERO);
         for buffer in [&mut self.ids, &mut self.weights] {
             buffer.reserve(lens.used);
         }
         self.rope.reserve(lens.rope);
         self.block.reserve(lens.block);
-        reserve(&mut self.block_codes, lens.block_codes, Group::ZERO);
+        reserve(&mut self.block_codes, lens.block_codes, Codes::ZERO);
         self.pairs.valid = false;
     }
 }

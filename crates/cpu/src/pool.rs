@@ -15,8 +15,9 @@ use std::{hint, io, thread};
 
 use crate::topology;
 
-/// How often a thread looks for work before it sleeps: some tens of microseconds.
-const SPINS: usize = 1000;
+/// How often a thread looks for work before it sleeps: some hundred microseconds, longer than the pauses
+/// between the regions of a pass.
+const SPINS: usize = 5000;
 
 type Job = *const (dyn Fn(usize) + Sync);
 
@@ -51,7 +52,9 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// A team of `threads` members, the caller included; with `pin`, member i stays on the i-th core.
+    /// A team of `threads` members, the caller included; with `pin`, member i stays on the i-th core. The caller
+    /// itself stays free: what it starts later would inherit its core. As the others hold theirs, it finds the
+    /// first one.
     pub(crate) fn new(threads: usize, pin: bool) -> io::Result<Pool> {
         let shared = Arc::new(Shared {
             region: AtomicUsize::new(0),
@@ -75,9 +78,6 @@ impl Pool {
                 work(&shared, member);
             };
             pool.workers.push(thread::Builder::new().name(format!("cpu-{member}")).spawn(body)?);
-        }
-        if pin {
-            topology::pin(0);
         }
         Ok(pool)
     }

@@ -23,6 +23,9 @@ pub const LENGTHS: [usize; 9] = [1, 2, 63, 64, 65, 127, 128, 129, 200];
 
 const LIMITS: Limits = Limits { pass_rows: 1024, positions: 8 * PAGE, kv: KvType::F16 };
 
+/// Relative RMS allowed between kernels of small chunks and those of others, where a backend has both.
+const OTHER_KERNELS: f64 = 3e-2;
+
 /// A backend with its model and tokens to feed it.
 struct Bench {
     tiny: TinyModel,
@@ -121,8 +124,15 @@ pub fn batches(make: Make) {
     let prompts: Vec<(SequenceId, &[u32])> =
         ids.iter().zip(&ranges).map(|(&id, range)| (id, &bench.tokens[range.clone()])).collect();
     let together = ingest(&mut *bench.backend, &bench.tiny.model, &prompts, 1024);
+    let smallest = bench.backend.capabilities().smallest_chunk;
     for ((alone, together), range) in alone.iter().zip(&together).zip(&ranges) {
-        same_bits(together, alone, &format!("tokens {range:?} in a batch"));
+        let what = format!("tokens {range:?} in a batch");
+        if range.len() >= smallest {
+            same_bits(together, alone, &what);
+        } else {
+            // Alone it is too small a chunk for the kernels of the batch.
+            assert!(relative_rms(&together.data, &alone.data) < OTHER_KERNELS, "{what}");
+        }
     }
     // Batched decode continues each where it is.
     let next: Vec<Matrix> = ids
@@ -209,7 +219,13 @@ pub fn snapshots(make: Make, tolerance: f64) {
         assert_eq!(bench.backend.position(id).unwrap(), length);
         let fresh = bench.backend.create();
         bench.extend(fresh, 0..length, 1024);
-        assert_eq!(bench.recurrent(id), bench.recurrent(fresh), "state after {length} of 200 tokens");
+        let (found, alone) = (bench.recurrent(id), bench.recurrent(fresh));
+        if length >= bench.backend.capabilities().smallest_chunk {
+            assert_eq!(found, alone, "state after {length} of 200 tokens");
+        } else {
+            let error = relative_rms(&found, &alone);
+            assert!(error < OTHER_KERNELS, "state after {length} of 200 tokens: {error:e}");
+        }
         bench.backend.free(fresh);
         if length < 200 {
             let rest = bench.extend(id, length..200, 1024);

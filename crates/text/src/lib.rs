@@ -5,10 +5,12 @@
 //! - [`Tokenizer`]: text to ids. Control tokens never come from a user's text: [`Tokenizer::encode_text`] takes all of
 //!   it as text, [`Tokenizer::encode_rendered`] takes the control tokens that a [`ChatTemplate`] wrote itself, and
 //!   [`Tokenizer::encode_raw_with_specials`] is for prompts written with control tokens on purpose.
+//! - [`AnswerParser`]: reasoning, text and tool calls in an answer, as it streams.
 //! - [`Decoder`] and [`StopMatcher`]: whole characters and no part of a stop string, whatever the stream's pieces.
 
 mod bpe;
 mod cache;
+mod calls;
 mod decoder;
 mod error;
 mod guard;
@@ -26,6 +28,7 @@ mod unicode;
 mod unicode_table;
 mod vocabulary;
 
+pub use calls::{AnswerParser, CallFormat, Piece, ToolCall};
 pub use decoder::Decoder;
 pub use error::Error;
 pub use guard::Segment;

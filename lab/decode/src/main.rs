@@ -8,18 +8,20 @@
 #[path = "../../../crates/cpu/src/kernels"]
 #[allow(dead_code)] // what the backend alone uses
 mod kernels {
-    pub(crate) mod blocks;
+    mod blocks;
     pub(crate) mod int8;
     mod lanes;
+    mod product;
+    mod simd;
     pub(crate) mod unpack;
     mod vnni;
     mod vnni_fill;
     mod vnni_gemv;
 
-    use int8::{COLUMNS, Form, Group, Panel};
+    use int8::{COLUMNS, Codes, Form, Panel};
     use quant::Type;
 
-    pub(crate) fn round(x: &[f32], out: &mut [int8::Group]) {
+    pub(crate) fn round(x: &[f32], out: &mut [Codes]) {
         int8::round(x, out);
     }
 
@@ -28,9 +30,14 @@ mod kernels {
         unsafe { vnni_fill::fill(ty, rows, COLUMNS, panel) }
     }
 
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    fn loops(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
+        int8::fill(ty, rows, COLUMNS, panel);
+    }
+
     pub(crate) fn fill_by_tables(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
         // SAFETY: features checked in `main`.
-        unsafe { vnni_fill::fill_by_tables(ty, rows, COLUMNS, panel) }
+        unsafe { loops(ty, rows, panel) }
     }
 
     /// As [`vnni::product`].
@@ -38,13 +45,14 @@ mod kernels {
     /// # Safety
     /// As there.
     pub(crate) unsafe fn product(
-        x: &[*const Group],
-        pairs: &[(&Panel, *mut f32)],
+        x: &[*const Codes],
+        panels: &[&Panel],
+        out: (*mut f32, usize),
         shape: (usize, Form),
         add: bool,
     ) {
         // SAFETY: features checked in `main`, the rest by the caller.
-        unsafe { vnni::product(x, pairs, shape, add) }
+        unsafe { vnni::product(x, panels, out, shape, add) }
     }
 
     /// As [`vnni_gemv::gemv`].
@@ -54,8 +62,8 @@ mod kernels {
     pub(crate) unsafe fn gemv(
         ty: Type,
         rows: &[&[u8]],
-        x: &[*const Group],
-        out: &mut [f32],
+        x: &[*const Codes],
+        out: (&mut [f32], usize),
         ahead: *const u8,
     ) {
         // SAFETY: features checked in `main`, the rest by the caller.
@@ -63,7 +71,7 @@ mod kernels {
     }
 }
 
-use kernels::int8::{COLUMNS, GROUP, Group, PANEL, Panel};
+use kernels::int8::{COLUMNS, Codes, GROUP, PANEL, Panel};
 use kernels::unpack;
 use quant::Type;
 
@@ -115,19 +123,19 @@ fn decoding(fill: impl Fn(&[&[u8]], &mut Panel), bytes: &[u8], panel: &mut Panel
 }
 
 /// Products of all panels of `bytes` with `x`.
-fn gemv(ty: Type, bytes: &[u8], x: &[*const Group], out: &mut [f32]) {
+fn gemv(ty: Type, bytes: &[u8], x: &[*const Codes], out: &mut [f32]) {
     let row_bytes = ty.bytes(K).expect("whole blocks");
     let panels = bytes.chunks_exact(PANEL * row_bytes).zip(out.chunks_exact_mut(x.len() * PANEL));
     for (panel, out) in panels {
         let mut rows = [&panel[..0]; PANEL];
         rows.iter_mut().zip(panel.chunks_exact(row_bytes)).for_each(|(row, bytes)| *row = bytes);
         // SAFETY: features checked in `main`, groups for whole rows.
-        unsafe { kernels::gemv(ty, &rows, x, out, panel.as_ptr_range().end) };
+        unsafe { kernels::gemv(ty, &rows, x, (out, PANEL), panel.as_ptr_range().end) };
     }
 }
 
 /// The same by panels that are stored.
-fn by_panels(ty: Type, bytes: &[u8], x: &[*const Group], out: &mut [f32], panel: &mut Panel) {
+fn by_panels(ty: Type, bytes: &[u8], x: &[*const Codes], out: &mut [f32], panel: &mut Panel) {
     let (row_bytes, part) = (ty.bytes(K).expect("whole blocks"), ty.bytes(COLUMNS).expect("whole blocks"));
     let panels = bytes.chunks_exact(PANEL * row_bytes).zip(out.chunks_exact_mut(x.len() * PANEL));
     for (bytes, out) in panels {
@@ -137,12 +145,12 @@ fn by_panels(ty: Type, bytes: &[u8], x: &[*const Group], out: &mut [f32], panel:
                 *row = &bytes[block * part..][..part];
             }
             let groups = COLUMNS / GROUP;
-            let x: Vec<*const Group> = x.iter().map(|x| x.wrapping_add(block * groups)).collect();
+            let x: Vec<*const Codes> = x.iter().map(|x| x.wrapping_add(block)).collect();
             // SAFETY: features checked in `main`, groups for whole rows, room in `out`.
             unsafe {
                 kernels::fill_by_tables(ty, &rows, panel);
-                let pairs = [(&*panel, out.as_mut_ptr())];
-                kernels::product(&x, &pairs, (groups, unpack::form(ty)), block > 0);
+                let out = (out.as_mut_ptr(), PANEL);
+                kernels::product(&x, &[panel], out, (groups, unpack::form(ty)), block > 0);
             }
         }
     }
@@ -170,9 +178,9 @@ fn main() {
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     let numbers: Vec<f32> =
         (0..4 * K).map(|_| random.next() as u32 as f32 / u32::MAX as f32 * 2.0 - 1.0).collect();
-    let mut codes = vec![Group::ZERO; 4 * K / GROUP];
+    let mut codes = vec![Codes::ZERO; 4 * K / COLUMNS];
     kernels::round(&numbers, &mut codes);
-    let x: Vec<*const Group> = codes.chunks_exact(K / GROUP).map(<[Group]>::as_ptr).collect();
+    let x: Vec<*const Codes> = codes.chunks_exact(K / COLUMNS).map(<[Codes]>::as_ptr).collect();
     let mut panel = Box::new(Panel::ZERO);
     let plain: Vec<u64> = (0..32 << 20).collect();
     let seconds = median(|| assert_ne!(plain.iter().fold(0u64, |a, x| a ^ x), 1));
@@ -188,10 +196,6 @@ fn main() {
         let table = decoding(|rows, panel| kernels::fill_by_tables(ty, rows, panel), first, &mut panel);
         let register = decoding(|rows, panel| kernels::fill(ty, rows, panel), first, &mut panel);
         print!("{:8} {table:7.1} {register:7.1} |", ty.name());
-        if !kernels::blocks::knows(ty) {
-            println!();
-            continue;
-        }
         for count in [1, 2, 4] {
             let (mut out, mut expected) = (vec![0.0; NEAR * count], vec![0.0; NEAR * count]);
             gemv(ty, &near, &x[..count], &mut out);

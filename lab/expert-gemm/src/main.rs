@@ -8,17 +8,19 @@
 #[path = "../../../crates/cpu/src/kernels"]
 #[allow(dead_code)] // what the backend alone uses
 mod kernels {
-    pub(crate) mod blocks;
+    mod blocks;
     pub(crate) mod int8;
     mod lanes;
+    mod product;
+    mod simd;
     pub(crate) mod unpack;
     mod vnni;
     mod vnni_fill;
 
-    use int8::{COLUMNS, Form, Group, Panel};
+    use int8::{COLUMNS, Codes, Form, Panel};
     use quant::Type;
 
-    pub(crate) fn round(x: &[f32], out: &mut [int8::Group]) {
+    pub(crate) fn round(x: &[f32], out: &mut [Codes]) {
         int8::round(x, out);
     }
 
@@ -27,9 +29,14 @@ mod kernels {
         unsafe { vnni_fill::fill(ty, rows, COLUMNS, panel) }
     }
 
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    fn loops(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
+        int8::fill(ty, rows, COLUMNS, panel);
+    }
+
     pub(crate) fn fill_by_tables(ty: Type, rows: &[&[u8]], panel: &mut Panel) {
         // SAFETY: features checked in `main`.
-        unsafe { vnni_fill::fill_by_tables(ty, rows, COLUMNS, panel) }
+        unsafe { loops(ty, rows, panel) }
     }
 
     /// As [`vnni::product`].
@@ -37,19 +44,20 @@ mod kernels {
     /// # Safety
     /// As there.
     pub(crate) unsafe fn product(
-        x: &[*const Group],
-        pairs: &[(&Panel, *mut f32)],
+        x: &[*const Codes],
+        panels: &[&Panel],
+        out: (*mut f32, usize),
         shape: (usize, Form),
         add: bool,
     ) {
         // SAFETY: features checked in `main`, the rest by the caller.
-        unsafe { vnni::product(x, pairs, shape, add) }
+        unsafe { vnni::product(x, panels, out, shape, add) }
     }
 }
 
 use std::arch::x86_64::*;
 
-use kernels::int8::{COLUMNS, GROUP, Group, PANEL, Panel};
+use kernels::int8::{COLUMNS, Codes, GROUP, PANEL, Panel};
 use kernels::unpack;
 use quant::Type;
 
@@ -129,7 +137,7 @@ fn weights(random: &mut Random) -> Vec<u8> {
 
 struct Inputs {
     numbers: Vec<f32>,
-    codes: Vec<Group>,
+    codes: Vec<Codes>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -157,13 +165,11 @@ fn prefetch(bytes: *const u8) {
     }
 }
 
-/// One expert's gate and up for `tokens` rows: [2][N / PANEL][tokens][PANEL].
-fn integers(fill: Fill, part: Part, both: [&[u8]; 2], x: &[Group], panels: &mut [Panel; 2], out: &mut [f32]) {
-    const PER_ROW: usize = K / GROUP;
-    let tokens = x.len() / PER_ROW;
+/// One expert's gate and up for `tokens` rows: [N / PANEL][tokens][2][PANEL].
+fn integers(fill: Fill, part: Part, both: [&[u8]; 2], x: &[Codes], panels: &mut [Panel; 2], out: &mut [f32]) {
+    let tokens = x.len() / BLOCKS;
     let form = unpack::form(Type::IQ2_XXS);
     let size = tokens * PANEL;
-    let (gates, ups) = out.split_at_mut(N * tokens);
     for first in (0..N).step_by(PANEL) {
         for block in 0..BLOCKS {
             if part != Part::Multiply {
@@ -175,19 +181,22 @@ fn integers(fill: Fill, part: Part, both: [&[u8]; 2], x: &[Group], panels: &mut 
                 }
             }
             if part != Part::Decode {
-                let per_block = COLUMNS / GROUP;
-                let starts: Vec<*const Group> =
-                    x.chunks(PER_ROW).map(|row| row[block * per_block..].as_ptr()).collect();
-                let at = first / PANEL * size;
-                let (a, b) = (gates[at..].as_mut_ptr(), ups[at..].as_mut_ptr());
+                let starts: Vec<*const Codes> = x.chunks(BLOCKS).map(|row| &raw const row[block]).collect();
+                let at = first / PANEL * 2 * size;
+                let out = (out[at..].as_mut_ptr(), 2 * PANEL);
                 // SAFETY: lengths as the kernel wants them; features checked in `main`.
                 unsafe {
-                    let pair = [(&panels[0], a), (&panels[1], b)];
-                    kernels::product(&starts, &pair, (per_block, form), block > 0);
+                    let pair = [&panels[0], &panels[1]];
+                    kernels::product(&starts, &pair, out, (COLUMNS / GROUP, form), block > 0);
                 }
             }
         }
     }
+}
+
+/// Where the output of gate `n` for row `t` lies.
+fn place(tokens: usize, t: usize, n: usize) -> usize {
+    ((n / PANEL * tokens + t) * 2) * PANEL + n % PANEL
 }
 
 /// Single precision: decodes `block` rows of weights at a time, each for all tokens or for one.
@@ -207,7 +216,7 @@ fn singles(once: bool, bytes: &[u8], x: &[f32], out: &mut [f32]) {
                     acc[i] = w[i].mul_add(x[i], acc[i]);
                 }
             }
-            out[n / PANEL * tokens * PANEL + t * PANEL + n % PANEL] = acc.iter().sum();
+            out[place(tokens, t, n)] = acc.iter().sum();
         }
     }
 }
@@ -235,10 +244,11 @@ fn check(gate: &[u8], inputs: &Inputs, found: &[f32], rounded: bool) -> f64 {
     for t in 0..tokens {
         for n in 0..N {
             let terms = x[t * K..][..K].iter().zip(&w[n * K..][..K]).map(|(x, &w)| x * f64::from(w));
-            expected[n / PANEL * tokens * PANEL + t * PANEL + n % PANEL] = terms.sum();
+            expected[t * N + n] = terms.sum();
         }
     }
-    relative_rms(&found[..N * tokens], &expected)
+    let found: Vec<f32> = (0..tokens * N).map(|i| found[place(tokens, i / N, i % N)]).collect();
+    relative_rms(&found, &expected)
 }
 
 fn main() {
@@ -261,7 +271,7 @@ fn main() {
     for tokens in [1, 4, 10, 20, 40, 80, 160] {
         let numbers: Vec<f32> =
             (0..tokens * K).map(|_| random.next() as u32 as f32 / u32::MAX as f32 * 2.0 - 1.0).collect();
-        let mut codes = vec![Group::ZERO; tokens * K / GROUP];
+        let mut codes = vec![Codes::ZERO; tokens * BLOCKS];
         kernels::round(&numbers, &mut codes);
         let inputs = Inputs { numbers, codes };
         let mut out = vec![0.0; 2 * N * tokens];

@@ -2,17 +2,14 @@
 
 use std::ops::Range;
 
-use crate::kernels::{COLUMNS, GEMV_ROWS, GROUP, Group, Kernels, PANEL, Panel, form, is_integer};
+use crate::kernels::{Codes, GEMV_ROWS, GROUP, GROUPS, Gemv, Kernels, PANEL, Panel, form, is_integer};
 use crate::memory::{Out, Rows, reserve};
 use crate::team::{Scratch, Team};
 
 use super::Weights;
 
 /// Rows that meet a panel together: several register tiles.
-const CHUNK: usize = 48;
-
-/// Groups of columns that a panel covers.
-const GROUPS: usize = COLUMNS / GROUP;
+pub(super) const CHUNK: usize = 48;
 
 /// Whether inputs of so many columns are rounded to integers at all.
 pub(crate) fn rounds(team: &Team, cols: usize) -> bool {
@@ -22,21 +19,26 @@ pub(crate) fn rounds(team: &Team, cols: usize) -> bool {
 /// Inputs of products, perhaps rounded to integers too.
 #[derive(Clone, Copy)]
 pub(crate) struct Input<'a> {
-    /// As they are.
-    pub(super) numbers: Rows<'a>,
-    /// As integers, one group for every [`GROUP`] columns.
-    codes: Option<Rows<'a, Group>>,
+    /// As they are, unless only integers were made.
+    pub(super) numbers: Option<Rows<'a>>,
+    /// As integers.
+    codes: Option<Rows<'a, Codes>>,
 }
 
 impl<'a> Input<'a> {
     /// Inputs that stay in single precision.
     pub(crate) fn exact(numbers: Rows<'a>) -> Input<'a> {
-        Input { numbers, codes: None }
+        Input { numbers: Some(numbers), codes: None }
     }
 
     /// Inputs that were rounded when they were made, if they were: see [`rounds`].
-    pub(crate) fn with(team: &Team, numbers: Rows<'a>, codes: Rows<'a, Group>, cols: usize) -> Input<'a> {
-        Input { numbers, codes: rounds(team, cols).then_some(codes) }
+    pub(crate) fn with(team: &Team, numbers: Rows<'a>, codes: Rows<'a, Codes>, cols: usize) -> Input<'a> {
+        Input { numbers: Some(numbers), codes: rounds(team, cols).then_some(codes) }
+    }
+
+    /// Inputs that exist as integers only: for weights that are integers too ([`is_integer`]).
+    pub(crate) fn rounded(codes: Rows<'a, Codes>) -> Input<'a> {
+        Input { numbers: None, codes: Some(codes) }
     }
 
     /// Rounds inputs of `cols` columns into `codes`.
@@ -44,13 +46,13 @@ impl<'a> Input<'a> {
         team: &mut Team,
         numbers: Rows<'a>,
         cols: usize,
-        codes: &'a mut Vec<Group>,
+        codes: &'a mut Vec<Codes>,
     ) -> Input<'a> {
         if !rounds(team, cols) {
             return Input::exact(numbers);
         }
-        let (kernels, per_row) = (team.kernels, cols / GROUP);
-        reserve(codes, numbers.count() * per_row, Group::ZERO);
+        let (kernels, per_row) = (team.kernels, Codes::per_row(cols));
+        reserve(codes, numbers.count() * per_row, Codes::ZERO);
         let out = Out::new(codes, per_row);
         team.split(numbers.count(), |rows, _| {
             for row in rows {
@@ -58,141 +60,157 @@ impl<'a> Input<'a> {
                 (kernels.round)(numbers.row(row, cols), unsafe { out.part(row, 0, per_row) });
             }
         });
-        Input { numbers, codes: Some(Rows::new(codes, per_row, numbers.count())) }
+        Input { numbers: Some(numbers), codes: Some(Rows::new(codes, per_row, numbers.count())) }
     }
 
     /// Some of the rows, which lie one after the other.
     pub(crate) fn part(&self, rows: Range<usize>) -> Input<'a> {
-        Input { numbers: self.numbers.part(rows.clone()), codes: self.codes.map(|codes| codes.part(rows)) }
+        let numbers = self.numbers.map(|numbers| numbers.part(rows.clone()));
+        Input { numbers, codes: self.codes.map(|codes| codes.part(rows)) }
     }
 
     /// Number of rows.
     pub(super) fn count(&self) -> usize {
-        self.numbers.count()
+        self.numbers.map(|numbers| numbers.count()).or(self.codes.map(|codes| codes.count())).unwrap_or(0)
     }
 
     /// The integers, if the weights are integers too.
-    pub(super) fn codes_for(&self, weights: &[Weights]) -> Option<Rows<'a, Group>> {
+    pub(super) fn codes_for(&self, weights: &[Weights]) -> Option<Rows<'a, Codes>> {
         self.codes.filter(|_| weights.iter().all(|weights| is_integer(weights.ty)))
     }
 }
 
 /// As [`super::panels`], on integers.
-pub(super) fn panels<const P: usize>(
+pub(super) fn panels(
     kernels: &Kernels,
     scratch: &mut Scratch,
-    weights: [Weights; P],
-    x: Rows<Group>,
-    mut emit: impl FnMut(Range<usize>, [&mut [f32]; P]),
+    (weights, ahead): (&[Weights], usize),
+    x: Rows<Codes>,
+    mut emit: impl FnMut(Range<usize>, &mut [f32], usize),
 ) {
-    if x.count() <= GEMV_ROWS && weights.iter().all(|weights| (kernels.gemv)(weights.ty).is_some()) {
-        return few(kernels, scratch, weights, x, emit);
+    if let Some(gemv) = kernels.gemv.filter(|_| x.count() <= GEMV_ROWS) {
+        return few(gemv, scratch, (weights, ahead), x, emit);
     }
-    let ahead = distance(&weights);
-    let per_row = weights[0].cols / GROUP;
-    let blocks = per_row.div_ceil(GROUPS);
-    let chunks = x.count().div_ceil(CHUNK);
-    // With a single chunk every block is used at once, and its place is taken by the next.
-    let kept = if chunks > 1 { blocks } else { 1 };
-    reserve(&mut scratch.panels, P * kept, Panel::ZERO);
-    scratch.tile.reserve(P * CHUNK * PANEL);
+    let groups = weights[0].cols / GROUP;
+    let per_row = Codes::per_row(weights[0].cols);
+    let (chunks, stride) = (x.count().div_ceil(CHUNK), weights.len() * PANEL);
+    // With a single chunk a pair is used at once, and its place is taken by the next.
+    let kept = chunks > 1;
+    reserve(&mut scratch.panels, if kept { weights.len() * per_row } else { 2 }, Panel::ZERO);
+    scratch.tile.reserve(CHUNK * stride);
+    // The rows of a chunk; of those behind the last, none.
+    let chunk_rows = |chunk: usize| {
+        let bound = |chunk: usize| chunk.min(chunks) * x.count() / chunks;
+        bound(chunk)..bound(chunk + 1)
+    };
+    let weights_count = weights.len();
     for chunk in 0..chunks {
-        let rows = chunk * CHUNK..x.count().min((chunk + 1) * CHUNK);
-        for block in 0..blocks {
-            let groups = block * GROUPS..per_row.min((block + 1) * GROUPS);
-            let mut starts = [std::ptr::null(); CHUNK];
+        let rows = chunk_rows(chunk);
+        let mut starts = [std::ptr::null(); CHUNK];
+        for block in 0..per_row {
+            let groups = block * GROUPS..groups.min((block + 1) * GROUPS);
             for (start, row) in starts.iter_mut().zip(rows.clone()) {
-                *start = x.row(row, per_row)[groups.start..].as_ptr();
+                *start = &raw const x.row(row, per_row)[block];
             }
-            let place = block % kept * P;
-            if chunk == 0 {
-                for (weights, panel) in weights.iter().zip(&mut scratch.panels[place..]) {
-                    fill(kernels, weights, (&groups, ahead), panel);
-                }
-            }
-            let mut tiles = scratch.tile.chunks_exact_mut(CHUNK * PANEL);
-            let pairs: [(&Panel, *mut f32); P] = std::array::from_fn(|p| {
-                (&scratch.panels[place + p], tiles.next().expect("reserved").as_mut_ptr())
-            });
-            let (x, used) = (&starts[..rows.len()], weights.iter().filter(|w| w.rows > 0).count());
-            let first = form(weights[0].ty);
-            // SAFETY: each start points to the block's groups of a row, the tiles have room for the chunk.
-            unsafe {
-                if weights[..used].iter().all(|w| form(w.ty) == first) {
-                    (kernels.int_product)(x, &pairs[..used], (groups.len(), first), block > 0);
-                } else {
-                    for (pair, weights) in pairs.iter().zip(&weights) {
-                        let shape = (groups.len(), form(weights.ty));
-                        (kernels.int_product)(x, std::slice::from_ref(pair), shape, block > 0);
+            for (pair, weights) in weights.chunks(2).enumerate() {
+                let place = if kept { 2 * pair * per_row + block * weights.len() } else { 0 };
+                let panels = &mut scratch.panels[place..][..weights.len()];
+                if chunk == 0 {
+                    for (weights, panel) in weights.iter().zip(&mut *panels) {
+                        fill(kernels, weights, (&groups, ahead), panel);
                     }
+                }
+                let (pairs, next) = (weights_count.div_ceil(2), chunk_rows(chunk + 1));
+                let share = |pair: usize| next.start + pair * next.len() / pairs;
+                for row in share(pair)..share(pair + 1) {
+                    let codes: *const u8 = (&raw const x.row(row, per_row)[block]).cast();
+                    (kernels.prefetch)(codes, Codes::HOT_BYTES);
+                }
+                let out = (scratch.tile[2 * pair * PANEL..].as_mut_ptr(), stride);
+                // SAFETY: each start points to the block's codes of a row, the tile has room for the chunk.
+                unsafe {
+                    multiply(kernels, &starts[..rows.len()], (weights, panels), out, groups.len(), block > 0);
                 }
             }
         }
-        let mut tiles = scratch.tile.chunks_exact_mut(CHUNK * PANEL);
-        emit(
-            rows.clone(),
-            std::array::from_fn(|_| &mut tiles.next().expect("reserved")[..rows.len() * PANEL]),
-        );
+        let len = rows.len() * stride;
+        emit(rows, &mut scratch.tile[..len], stride);
+    }
+}
+
+/// Multiplies rows with one or two panels, which may differ in form.
+///
+/// # Safety
+/// As for [`Kernels::int_product`].
+unsafe fn multiply(
+    kernels: &Kernels,
+    x: &[*const Codes],
+    (weights, panels): (&[Weights], &[Panel]),
+    (out, stride): (*mut f32, usize),
+    groups: usize,
+    add: bool,
+) {
+    let form_of = |i: usize| form(weights[i].ty);
+    // SAFETY: the caller's promise.
+    unsafe {
+        match panels {
+            [a, b] if weights[1].rows > 0 && form_of(0) == form_of(1) => {
+                (kernels.int_product)(x, &[a, b], (out, stride), (groups, form_of(0)), add);
+            }
+            _ => {
+                for (i, panel) in panels.iter().enumerate().filter(|(i, _)| weights[*i].rows > 0) {
+                    let out = (out.add(i * PANEL), stride);
+                    (kernels.int_product)(x, &[panel], out, (groups, form_of(i)), add);
+                }
+            }
+        }
     }
 }
 
 /// As [`panels`], for few rows: weights are multiplied as they are decoded.
-fn few<const P: usize>(
-    kernels: &Kernels,
+fn few(
+    gemv: Gemv,
     scratch: &mut Scratch,
-    weights: [Weights; P],
-    x: Rows<Group>,
-    emit: impl FnOnce(Range<usize>, [&mut [f32]; P]),
+    (weights, ahead): (&[Weights], usize),
+    x: Rows<Codes>,
+    mut emit: impl FnMut(Range<usize>, &mut [f32], usize),
 ) {
-    let (ahead, per_row, count) = (distance(&weights), weights[0].cols / GROUP, x.count());
+    let (count, stride) = (x.count(), weights.len() * PANEL);
     let mut starts = [std::ptr::null(); GEMV_ROWS];
     for (row, start) in starts.iter_mut().enumerate().take(count) {
-        *start = x.row(row, per_row).as_ptr();
+        *start = x.row(row, Codes::per_row(weights[0].cols)).as_ptr();
     }
-    scratch.tile.reserve(P * GEMV_ROWS * PANEL);
-    let mut tiles = scratch.tile.chunks_exact_mut(GEMV_ROWS * PANEL);
-    let tiles = std::array::from_fn(|p| {
-        let (weights, tile) = (&weights[p], &mut tiles.next().expect("reserved")[..count * PANEL]);
+    scratch.tile.reserve(GEMV_ROWS * stride);
+    for (p, weights) in weights.iter().enumerate().filter(|(_, weights)| weights.rows > 0 && count > 0) {
+        let row_bytes = weights.bytes.len() / weights.rows;
         let mut rows: [&[u8]; PANEL] = [&[]; PANEL];
-        for (row, bytes) in rows.iter_mut().enumerate().take(weights.rows) {
-            *bytes = weights.blocks(row, &(0..weights.cols));
+        for (row, bytes) in rows.iter_mut().zip(weights.bytes.chunks_exact(row_bytes)) {
+            *row = bytes;
         }
-        if let Some(gemv) = (kernels.gemv)(weights.ty).filter(|_| weights.rows > 0 && count > 0) {
-            let next = weights.bytes.as_ptr().wrapping_add(ahead);
-            // SAFETY: each start points to a row as long as the weights'.
-            unsafe { gemv(weights.ty, &rows[..weights.rows], &starts[..count], tile, next) };
-        }
-        tile
-    });
-    emit(0..count, tiles);
-}
-
-/// Bytes from a panel to the one that will probably take its place: both halves of a pair may come from the
-/// same matrix.
-fn distance(weights: &[Weights]) -> usize {
-    let len = weights[0].bytes.len();
-    match weights.get(1) {
-        Some(other) if other.bytes.as_ptr() == weights[0].bytes.as_ptr_range().end => 2 * len,
-        _ => len,
+        let out = (&mut scratch.tile[p * PANEL..], stride);
+        let next = weights.bytes.as_ptr().wrapping_add(ahead);
+        // SAFETY: each start points to a row as long as the weights'.
+        unsafe { gemv(weights.ty, &rows[..weights.rows], &starts[..count], out, next) };
     }
+    emit(0..count, &mut scratch.tile[..count * stride], stride);
 }
 
 /// Decodes some groups of columns of a panel, and asks for the bytes that lie `ahead` of them: rows are far
 /// apart, which the processor does not foresee.
 fn fill(kernels: &Kernels, weights: &Weights, (groups, ahead): (&Range<usize>, usize), panel: &mut Panel) {
+    if weights.rows == 0 {
+        return;
+    }
     let columns = groups.start * GROUP..groups.end * GROUP;
+    let row_bytes = weights.bytes.len() / weights.rows;
+    let blocks = weights.blocks(0, &columns);
+    let first = blocks.as_ptr() as usize - weights.bytes.as_ptr() as usize;
     let mut rows: [&[u8]; PANEL] = [&[]; PANEL];
     for (row, bytes) in rows.iter_mut().enumerate().take(weights.rows) {
-        *bytes = weights.blocks(row, &columns);
+        *bytes = &weights.bytes[row * row_bytes + first..][..blocks.len()];
+        (kernels.prefetch)(bytes.as_ptr().wrapping_add(ahead), bytes.len());
     }
-    for bytes in &rows[..weights.rows] {
-        for at in (0..bytes.len()).step_by(64) {
-            (kernels.prefetch)(bytes.as_ptr().wrapping_add(ahead + at));
-        }
-    }
-    if weights.rows > 0 {
-        (kernels.fill)(weights.ty, &rows[..weights.rows], columns.len(), panel);
-    }
+    (kernels.fill)(weights.ty, &rows[..weights.rows], columns.len(), panel);
 }
 
 #[cfg(test)]

@@ -194,7 +194,7 @@ fn gated_networks_of_gathered_rows() {
                 first: firsts[e],
             })
             .collect();
-        gate_up(&mut team, &halves, Out::new(&mut inner, width));
+        gate_up(&mut team, &halves, Inner::Numbers(Out::new(&mut inner, width)));
         let halves: Vec<Down> = (0..3)
             .map(|e| Down {
                 weights: Network::weights(&networks[e].down, hidden),

@@ -6,8 +6,12 @@
 //!
 //! Lanes are rows: 64 bytes of every row are brought into a convenient order, then 16 × 16 words are transposed.
 
-mod iq;
+mod iq1;
+mod iq2;
+mod iq3;
 mod k;
+mod lookup;
+mod nibbles;
 mod simple;
 
 use quant::Type;
@@ -25,16 +29,10 @@ pub(super) trait Sink {
     fn halves(&mut self, q: [Int; 8], scales: [Float; 2], offsets: Option<[Float; 2]>);
 }
 
-/// Whether [`decode`] knows a type.
-pub(crate) fn knows(ty: Type) -> bool {
-    use Type::{IQ2_XS, IQ2_XXS, Q4_K, Q5_K, Q6_K, Q8_0};
-    matches!(ty, Q8_0 | Q4_K | Q5_K | Q6_K | IQ2_XXS | IQ2_XS)
-}
-
 /// Decodes the blocks of up to 16 rows of equal length.
 ///
 /// # Panics
-/// If there is no row, rows differ in length, or the type is not [known](knows).
+/// If there is no row, rows differ in length, or the type is one of plain numbers.
 #[inline(always)]
 pub(super) fn decode(ty: Type, rows: &[&[u8]], sink: &mut impl Sink) {
     let len = rows[0].len();
@@ -44,12 +42,26 @@ pub(super) fn decode(ty: Type, rows: &[&[u8]], sink: &mut impl Sink) {
     unsafe {
         match ty {
             Type::Q8_0 => simple::q8_0(&rows, count, sink),
+            Type::Q4_0 => nibbles::q4_0(&rows, count, sink),
+            Type::Q4_1 => nibbles::q4_1(&rows, count, sink),
+            Type::Q5_0 => nibbles::q5_0(&rows, count, sink),
+            Type::Q5_1 => nibbles::q5_1(&rows, count, sink),
+            Type::IQ4_NL => nibbles::iq4_nl(&rows, count, sink),
+            Type::IQ4_XS => nibbles::iq4_xs(&rows, count, sink),
+            Type::MXFP4 => nibbles::mxfp4(&rows, count, sink),
+            Type::Q2_K => k::q2_k(&rows, count, sink),
+            Type::Q3_K => k::q3_k(&rows, count, sink),
             Type::Q4_K => k::q4_k(&rows, count, sink),
             Type::Q5_K => k::q5_k(&rows, count, sink),
             Type::Q6_K => k::q6_k(&rows, count, sink),
-            Type::IQ2_XXS => iq::iq2_xxs(&rows, count, sink),
-            Type::IQ2_XS => iq::iq2_xs(&rows, count, sink),
-            _ => unreachable!("see `knows`"),
+            Type::IQ1_S => iq1::iq1_s(&rows, count, sink),
+            Type::IQ1_M => iq1::iq1_m(&rows, count, sink),
+            Type::IQ2_XXS => iq2::iq2_xxs(&rows, count, sink),
+            Type::IQ2_XS => iq2::iq2_xs(&rows, count, sink),
+            Type::IQ2_S => iq2::iq2_s(&rows, count, sink),
+            Type::IQ3_XXS => iq3::iq3_xxs(&rows, count, sink),
+            Type::IQ3_S => iq3::iq3_s(&rows, count, sink),
+            Type::F32 | Type::F16 | Type::BF16 => unreachable!("plain numbers are multiplied as they are"),
         }
     }
 }

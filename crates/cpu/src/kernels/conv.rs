@@ -1,5 +1,7 @@
 //! What comes before the delta rule: causal convolution with SiLU and L2 norm, and the gates.
 
+#![allow(clippy::needless_range_loop)] // indices into several rows at once
+
 use super::product::Factor;
 use super::rows::{dot, exps, sigmoid, silus, softpluses};
 use super::simd::Simd;
@@ -56,22 +58,18 @@ unsafe fn convolve_with<S: Simd>(
         let out = unsafe {
             let out = std::slice::from_raw_parts_mut(out.add(row * out_stride), dim);
             for i in (0..whole).step_by(S::LANES) {
-                let product =
-                    |tap: usize| (S::load(window[tap].add(i)), S::load(weights.add(tap * weight_stride + i)));
-                let (x, w) = product(0);
-                let sum = (1..taps).fold(S::mul(x, w), |sum, tap| {
-                    let (x, w) = product(tap);
-                    S::fma(x, w, sum)
-                });
+                let mut sum = S::mul(S::load(window[0].add(i)), S::load(weights.add(i)));
+                for tap in 1..taps {
+                    let weight = S::load(weights.add(tap * weight_stride + i));
+                    sum = S::fma(S::load(window[tap].add(i)), weight, sum);
+                }
                 S::store(out.as_mut_ptr().add(i), silus::<S>(sum));
             }
             for i in whole..dim {
-                let product = |tap: usize| (*window[tap].add(i), *weights.add(tap * weight_stride + i));
-                let (x, w) = product(0);
-                let sum = (1..taps).fold(x * w, |sum, tap| {
-                    let (x, w) = product(tap);
-                    S::fma1(x, w, sum)
-                });
+                let mut sum = *window[0].add(i) * *weights.add(i);
+                for tap in 1..taps {
+                    sum = S::fma1(*window[tap].add(i), *weights.add(tap * weight_stride + i), sum);
+                }
                 out[i] = sum * sigmoid::<S>(sum);
             }
             out
@@ -99,3 +97,6 @@ pub(super) fn gates<S: Simd>(beta: &mut [f32], alpha: &mut [f32], (a, bias): (f3
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -41,6 +41,10 @@ pub(super) const VECTORS: usize = 4;
 /// Rows solved together before the rest of the cell is subtracted.
 pub(crate) const SOLVE: usize = 16;
 
+/// Logarithm of a decay that leaves nothing: 3e-20, far below the last bit of anything it is added to. Smaller
+/// ones would make products that are no normal numbers, for which processors take a hundred times as long.
+const FORGOTTEN: f32 = -45.0;
+
 /// What a cell is computed from.
 pub(crate) struct Cell<'a> {
     /// Rows, at least one, at most [`GRID`].
@@ -89,7 +93,9 @@ impl Decays {
             sum += f64::from(log);
             *to = sum;
         }
-        let mut starts = sums.map(|sum| sum as f32);
+        // Loops instead of `map`, which would not be compiled for the variant.
+        let mut starts = [0.0; GRID];
+        starts.iter_mut().zip(&sums).for_each(|(to, &sum)| *to = sum as f32);
         exp_all::<S>(&mut starts);
         Decays { sums, starts }
     }
@@ -98,17 +104,22 @@ impl Decays {
     #[inline(always)]
     fn row<S: Simd>(&self, t: usize) -> [f32; GRID] {
         let sum = self.sums[t];
-        let mut row = self.sums.map(|other| (sum - other) as f32);
+        let mut row = [0.0; GRID];
+        row.iter_mut().zip(&self.sums).for_each(|(to, other)| *to = (sum - other) as f32);
         exp_all::<S>(&mut row);
         row
     }
 }
 
+/// Decays; those below e^-45 are zero.
 #[inline(always)]
 fn exp_all<S: Simd>(x: &mut [f32; GRID]) {
     for i in (0..GRID).step_by(S::LANES) {
         // SAFETY: GRID is a multiple of every number of lanes.
-        unsafe { S::store(x.as_mut_ptr().add(i), exps::<S>(S::load(x.as_ptr().add(i)))) }
+        unsafe {
+            let log = S::load(x.as_ptr().add(i));
+            S::store(x.as_mut_ptr().add(i), S::unless_below(log, FORGOTTEN, exps::<S>(log)));
+        }
     }
 }
 
@@ -220,8 +231,7 @@ unsafe fn accumulate<S: Simd, const R: usize>(
     // SAFETY: the caller's promise.
     unsafe {
         for i in 0..count {
-            let right: [S::V; VECTORS] =
-                std::array::from_fn(|c| S::load(b.add((i * VECTORS + c) * S::LANES)));
+            let right = load::<S>(b.add(i * VECTORS * S::LANES));
             for r in 0..R {
                 let left = S::splat(*a.add(r * a_row + i * a_col));
                 for c in 0..VECTORS {
@@ -234,8 +244,13 @@ unsafe fn accumulate<S: Simd, const R: usize>(
 
 #[inline(always)]
 unsafe fn load<S: Simd>(from: *const f32) -> [S::V; VECTORS] {
-    // SAFETY: the caller's promise.
-    std::array::from_fn(|c| unsafe { S::load(from.add(c * S::LANES)) })
+    // A loop instead of `from_fn`, whose closure may be compiled without the features of the variant.
+    let mut v = [S::splat(0.0); VECTORS];
+    for c in 0..VECTORS {
+        // SAFETY: the caller's promise.
+        v[c] = unsafe { S::load(from.add(c * S::LANES)) };
+    }
+    v
 }
 
 #[inline(always)]
@@ -262,8 +277,10 @@ impl<S: Simd> Block<S> for Differences<'_, '_> {
                 let row = first + r;
                 let (start, beta) = (S::splat(-tile.starts[row]), S::splat(tile.cell.beta[row]));
                 let v = load::<S>(values.add(row * tile.width));
-                let d = std::array::from_fn(|c| S::mul(beta, S::fma(start, acc[r][c], v[c])));
-                store::<S>(tile.d.as_mut_ptr().add(row * VECTORS * S::LANES), d);
+                for c in 0..VECTORS {
+                    acc[r][c] = S::mul(beta, S::fma(start, acc[r][c], v[c]));
+                }
+                store::<S>(tile.d.as_mut_ptr().add(row * VECTORS * S::LANES), acc[r]);
             }
         }
     }
@@ -283,7 +300,9 @@ impl<S: Simd> Block<S> for Outputs<'_, '_> {
             accumulate::<S, R>(&mut acc, dim, (tile.cell.q.as_ptr().add(first * dim), dim, 1), tile.state);
             for r in 0..R {
                 let start = S::splat(tile.starts[first + r]);
-                acc[r] = acc[r].map(|x| S::mul(x, start));
+                for c in 0..VECTORS {
+                    acc[r][c] = S::mul(acc[r][c], start);
+                }
             }
             let qk = (tile.qk.as_ptr().add(first * GRID), GRID, 1);
             accumulate::<S, R>(&mut acc, first + R, qk, tile.d.as_ptr());
@@ -308,7 +327,10 @@ impl<S: Simd> Block<S> for Subtract<'_> {
         // SAFETY: rows of kk and d; those before end before these.
         unsafe {
             let d = self.d.add(first * wide);
-            let mut acc: [[S::V; VECTORS]; R] = std::array::from_fn(|r| load::<S>(d.add(r * wide)));
+            let mut acc = [[S::splat(0.0); VECTORS]; R];
+            for r in 0..R {
+                acc[r] = load::<S>(d.add(r * wide));
+            }
             let kk = (self.kk.as_ptr().add(first * GRID), GRID, 1);
             accumulate::<S, R>(&mut acc, self.before, kk, self.d);
             for r in 0..R {
@@ -392,9 +414,13 @@ impl<S: Simd> Block<S> for Advance<'_> {
         // SAFETY: rows of a tile, columns of the keys, rows of d.
         unsafe {
             let start = S::splat(self.start);
-            let mut acc: [[S::V; VECTORS]; R] = std::array::from_fn(|r| {
-                load::<S>(self.from.add((first + r) * wide)).map(|s| S::mul(s, start))
-            });
+            let mut acc = [[start; VECTORS]; R];
+            for r in 0..R {
+                let from = load::<S>(self.from.add((first + r) * wide));
+                for c in 0..VECTORS {
+                    acc[r][c] = S::mul(acc[r][c], from[c]);
+                }
+            }
             let keys = (self.k.add(first), 1, self.dim);
             accumulate::<S, R>(&mut acc, self.count, keys, self.decayed.as_ptr());
             for r in 0..R {
@@ -509,3 +535,5 @@ unsafe fn step_column<S: Simd>(
     }
     1
 }
+#[cfg(test)]
+mod tests;

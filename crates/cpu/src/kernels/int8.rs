@@ -3,14 +3,18 @@
 //! Activations are rounded to eight bits with one scale per 32 of them, weights are taken as the integers of
 //! their blocks with the blocks' own scales. A run is 32 or 16 columns with one scale of the weights:
 //!
-//! out[r, n] = Σ_runs (weight scale · activation scale) · Σ_run q_w · q_x + offset · (activation scale · Σ_run q_x)
+//! out[r, n] = Σ_runs activation scale · (weight scale · Σ_run q_w · q_x) + offset · (activation scale · Σ_run q_x)
 //!
-//! Sums inside a run are integers, hence exact. Runs are added one after the other with one multiply-add
-//! each (two with an offset). This fixes every bit: all variants agree, and so does a row with itself among
-//! any others.
+//! Sums inside a run are integers, hence exact; the product with the weight scale is rounded once. Runs are
+//! added one after the other with one multiply-add each (two with an offset). This fixes every bit: all
+//! variants agree, and so does a row with itself among any others.
+//!
+//! The integer sum begins at the bits of [`MAGIC`], so that it ends as those of MAGIC + Σ: a multiply-add takes
+//! the scale on and MAGIC off, and no conversion is needed.
 
 use quant::Type;
 
+use super::product::Target;
 use super::unpack;
 
 /// Columns with one activation scale.
@@ -21,6 +25,13 @@ pub(crate) const PANEL: usize = 16;
 
 /// Columns of a panel.
 pub(crate) const COLUMNS: usize = 512;
+
+/// Groups of activations that meet a panel.
+pub(crate) const GROUPS: usize = COLUMNS / GROUP;
+
+/// 1.5 · 2^23. Around it numbers are as far apart as integers: an integer below 2^22 added to its bits is added
+/// to its value.
+pub(super) const MAGIC: f32 = 12_582_912.0;
 
 /// What weights are shifted by to be unsigned, as one factor of the multiplier must be.
 pub(super) const SHIFT: i32 = 128;
@@ -37,26 +48,44 @@ pub(super) const ORDER: [usize; 16] = {
     order
 };
 
-/// 32 activations as integers, and what products with them need to know.
+/// [`COLUMNS`] activations of a row as integers, and what products with them need to know. Of what stands
+/// behind the integers, a product reads the arrays of its form only.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C, align(64))]
-pub(crate) struct Group {
-    /// The integers, each half in [`ORDER`].
-    pub(super) q: [i8; GROUP],
-    /// What they are multiplied by.
-    pub(super) scale: f32,
-    /// What takes the shift of the weights back: −128 Σq, for all and for each half.
-    pub(super) start: i32,
-    pub(super) half_starts: [i32; 2],
-    /// scale · Σq, for all and for each half.
-    pub(super) sum: f32,
-    pub(super) half_sums: [f32; 2],
+pub(crate) struct Codes {
+    /// The integers, each run of 16 in [`ORDER`].
+    pub(super) q: [i8; COLUMNS],
+    /// What the integers of a group are multiplied by.
+    pub(super) scales: [f32; GROUPS],
+    /// Where the integer sum of a group's products begins: [`MAGIC`] as bits, less what the shift of the weights
+    /// adds, 128 Σq.
+    pub(super) starts: [i32; GROUPS],
+    /// The same for each half of a group.
+    pub(super) half_starts: [[i32; 2]; GROUPS],
+    /// scale · Σq of a group.
+    pub(super) sums: [f32; GROUPS],
+    /// The same for each half of a group.
+    pub(super) half_sums: [[f32; 2]; GROUPS],
 }
 
-impl Group {
+impl Codes {
     /// All zeros.
-    pub(crate) const ZERO: Group =
-        Group { q: [0; GROUP], scale: 0.0, start: 0, half_starts: [0; 2], sum: 0.0, half_sums: [0.0; 2] };
+    pub(crate) const ZERO: Codes = Codes {
+        q: [0; COLUMNS],
+        scales: [0.0; GROUPS],
+        starts: [0; GROUPS],
+        half_starts: [[0; 2]; GROUPS],
+        sums: [0.0; GROUPS],
+        half_sums: [[0.0; 2]; GROUPS],
+    };
+
+    /// Leading bytes that every product reads.
+    pub(crate) const HOT_BYTES: usize = std::mem::offset_of!(Codes, half_starts);
+
+    /// How many of them hold a row of so many columns.
+    pub(crate) const fn per_row(columns: usize) -> usize {
+        columns.div_ceil(COLUMNS)
+    }
 }
 
 /// Runs of a type's weights.
@@ -89,41 +118,49 @@ impl Panel {
     };
 }
 
-/// Rounds a row, 32 numbers a group. A number that is not finite makes its group's products NaN.
+/// Rounds a row whose length is a multiple of [`GROUP`].
 #[inline(always)]
-pub(super) fn round(x: &[f32], out: &mut [Group]) {
-    /// 1.5 · 2^23: adding it rounds to an integer, ties to even, which then lies in the low bits.
-    const ROUND: f32 = 12_582_912.0;
-    for (x, group) in x.as_chunks::<GROUP>().0.iter().zip(out) {
-        // Compared as bits, in which NaN is the largest.
-        let largest = x.iter().fold(0, |a: u32, x| a.max(x.to_bits() & 0x7fff_ffff));
-        let largest = f32::from_bits(largest);
-        let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
-        let q: [i8; GROUP] = std::array::from_fn(|i| (x[i] * inverse + ROUND).to_bits() as i8);
-        let half = |first: usize| q[first..first + 16].iter().map(|&q| i32::from(q)).sum::<i32>();
-        let sums = [half(0), half(16)];
-        let scale = largest / 127.0;
-        *group = Group {
-            q: std::array::from_fn(|i| q[i / 16 * 16 + ORDER[i % 16]]),
-            scale,
-            start: -SHIFT * (sums[0] + sums[1]),
-            half_starts: sums.map(|sum| -SHIFT * sum),
-            sum: scale * (sums[0] + sums[1]) as f32,
-            half_sums: sums.map(|sum| scale * sum as f32),
-        };
+pub(super) fn round(x: &[f32], out: &mut [Codes]) {
+    for (x, codes) in x.chunks(COLUMNS).zip(out) {
+        for (group, x) in x.as_chunks::<GROUP>().0.iter().enumerate() {
+            // SAFETY: the group lies in `codes`, which is borrowed mutably.
+            unsafe { round_group(x, codes, group) };
+        }
+    }
+}
+
+/// Rounds a group. A number that is not finite makes the group's products NaN.
+///
+/// # Safety
+/// `codes` must be alive, and nobody else may use the group's part of it.
+#[inline(always)]
+pub(super) unsafe fn round_group(x: &[f32; GROUP], codes: *mut Codes, group: usize) {
+    // Compared as bits, in which NaN is the largest.
+    let largest = x.iter().fold(0, |a: u32, x| a.max(x.to_bits() & 0x7fff_ffff));
+    let largest = f32::from_bits(largest);
+    let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+    // Adding the magic number rounds to an integer, ties to even, which then lies in the low bits.
+    let q: [i8; GROUP] = std::array::from_fn(|i| (x[i] * inverse + MAGIC).to_bits() as i8);
+    let half = |first: usize| q[first..first + 16].iter().map(|&q| i32::from(q)).sum::<i32>();
+    let sums = [half(0), half(16)];
+    let scale = largest / 127.0;
+    let start = |sum: i32| MAGIC.to_bits() as i32 - SHIFT * sum;
+    let ordered: [i8; GROUP] = std::array::from_fn(|i| q[i / 16 * 16 + ORDER[i % 16]]);
+    // SAFETY: inside `codes`, by the caller's promise nobody else's.
+    unsafe {
+        (&raw mut (*codes).q).cast::<[i8; GROUP]>().add(group).write(ordered);
+        (&raw mut (*codes).scales[group]).write(scale);
+        (&raw mut (*codes).starts[group]).write(start(sums[0] + sums[1]));
+        (&raw mut (*codes).half_starts[group]).write(sums.map(start));
+        (&raw mut (*codes).sums[group]).write(scale * (sums[0] + sums[1]) as f32);
+        (&raw mut (*codes).half_sums[group]).write(sums.map(|sum| scale * sum as f32));
     }
 }
 
 /// Decodes some columns of up to [`PANEL`] rows, given as their blocks. Rows behind the last one hold
 /// anything.
 #[inline(always)]
-pub(super) fn fill(
-    ty: Type,
-    rows: &[&[u8]],
-    columns: usize,
-    panel: &mut Panel,
-    transpose: impl Fn(&[[u8; COLUMNS]; PANEL], usize, &mut Panel),
-) {
+pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
     let mut natural = [[0; COLUMNS]; PANEL];
     let form = unpack::form(ty);
     let runs = columns / if form.halves { 16 } else { 32 };
@@ -143,7 +180,7 @@ pub(super) fn fill(
 
 /// Rows of natural order to columns of four in [`ORDER`].
 #[inline(always)]
-pub(super) fn transpose(natural: &[[u8; COLUMNS]; PANEL], columns: usize, panel: &mut Panel) {
+fn transpose(natural: &[[u8; COLUMNS]; PANEL], columns: usize, panel: &mut Panel) {
     for (row, natural) in natural.iter().enumerate() {
         let halves = natural[..columns].as_chunks::<16>().0;
         for (half, to) in halves.iter().zip(panel.q.as_chunks_mut::<4>().0) {
@@ -155,36 +192,35 @@ pub(super) fn transpose(natural: &[[u8; COLUMNS]; PANEL], columns: usize, panel:
     }
 }
 
-/// out[r, n] (+)= Σ over the panel's columns, for rows of `groups` groups each; `out` is [rows][PANEL] for
-/// every panel. Where `add` is not set, sums begin at zero; where it is, at what is there.
+/// out[r, n] (+)= Σ over the columns of `groups` groups, for rows `x` and the rows of the panels, those of the
+/// second panel behind those of the first and so on. Where `add` is not set, sums begin at zero; where it is,
+/// at what is there.
 ///
 /// # Safety
-/// `x[r]` must point to `groups` groups, at most those of a panel; each `out` to its numbers, which nobody
-/// else uses.
+/// `x[r]` must point to codes with `groups` groups, at most all of them; `out` to a row for each x, of
+/// [`PANEL`] numbers for each panel, which nobody else uses.
 #[inline(always)]
 pub(super) unsafe fn product(
-    x: &[*const Group],
-    panels: &[(&Panel, *mut f32)],
+    x: &[*const Codes],
+    panels: &[&Panel],
+    (out, stride): Target,
     (groups, form): (usize, Form),
     add: bool,
 ) {
-    for &(panel, out) in panels {
+    for (p, panel) in panels.iter().enumerate() {
         for (r, &x) in x.iter().enumerate() {
             // SAFETY: the caller's promise.
-            let (x, out) = unsafe {
-                let out = out.add(r * PANEL).cast::<[f32; PANEL]>();
-                (std::slice::from_raw_parts(x, groups), &mut *out)
-            };
+            let (x, out) = unsafe { (&*x, &mut *out.add(r * stride + p * PANEL).cast::<[f32; PANEL]>()) };
             let mut acc = if add { *out } else { [0.0; PANEL] };
-            for (g, x) in x.iter().enumerate() {
+            let q = x.q.as_chunks::<GROUP>().0;
+            for g in 0..groups {
                 if form.halves {
-                    for half in 0..2 {
-                        let (start, sum) = (x.half_starts[half], x.half_sums[half]);
-                        let q: &[i8; 16] = x.q[16 * half..].first_chunk().expect("half a group");
-                        run(panel, 2 * g + half, q, (start, x.scale, sum), form.offset, &mut acc);
+                    for (half, q) in q[g].as_chunks::<16>().0.iter().enumerate() {
+                        let (start, sum) = (x.half_starts[g][half], x.half_sums[g][half]);
+                        run(panel, 2 * g + half, q, (start, x.scales[g], sum), form.offset, &mut acc);
                     }
                 } else {
-                    run(panel, g, &x.q, (x.start, x.scale, x.sum), form.offset, &mut acc);
+                    run(panel, g, &q[g], (x.starts[g], x.scales[g], x.sums[g]), form.offset, &mut acc);
                 }
             }
             *out = acc;
@@ -211,7 +247,10 @@ fn run<const N: usize>(
         }
     }
     for (n, acc) in acc.iter_mut().enumerate() {
-        *acc = (sums[n] as f32).mul_add(panel.scales[index][n] * scale, *acc);
+        let weight = panel.scales[index][n];
+        // (MAGIC + Σ) · weight − MAGIC · weight: exact but for one rounding, as scales have few digits.
+        let sum_of_products = f32::from_bits(sums[n] as u32).mul_add(weight, -MAGIC * weight);
+        *acc = sum_of_products.mul_add(scale, *acc);
         if offset {
             *acc = panel.offsets[index][n].mul_add(sum, *acc);
         }

@@ -88,6 +88,8 @@ lanes! {
     fn test(a: Int, mask: Int) -> u64 { _mm512_test_epi8_mask(a, mask) }
     /// Eight bits of each pair of words, from the bit on that a byte of `from` says.
     fn fields(a: Int, from: Int) -> Int { _mm512_multishift_epi64_epi8(from, a) }
+    /// All ones in words that are negative.
+    fn sign_words(a: Int) -> Int { _mm512_srai_epi32::<31>(a) }
     /// Words as numbers.
     fn to_float(a: Int) -> Float { _mm512_cvtepi32_ps(a) }
     /// Lower halves of words, as numbers.
@@ -119,6 +121,26 @@ pub(super) fn signed_byte(a: Int, index: u32) -> Float {
 #[inline(always)]
 pub(super) fn half_byte(a: Int, index: u32) -> Float {
     to_float(and(right(a, 4 * index), words(15)))
+}
+
+/// Entries of a table, by the lower eleven bits of words.
+#[inline(always)]
+pub(super) fn gather(table: &[u32; 2048], index: Int) -> Int {
+    // SAFETY: only reached from functions compiled with the features, chosen after detection; the mask keeps
+    // indices inside the table.
+    unsafe { _mm512_i32gather_epi32::<4>(and(index, words(2047)), table.as_ptr().cast()) }
+}
+
+/// 2^(e − 128), for e below 256; the lowest two are subnormal.
+#[inline(always)]
+pub(super) fn half_power(e: Int) -> Float {
+    // SAFETY: only reached from functions compiled with the features, chosen after detection.
+    unsafe {
+        let normal = _mm512_slli_epi32::<23>(_mm512_sub_epi32(e, words(1)));
+        let subnormal = _mm512_sllv_epi32(words(1 << 21), e);
+        let low = _mm512_cmplt_epu32_mask(e, words(2));
+        _mm512_castsi512_ps(_mm512_mask_mov_epi32(normal, low, subnormal))
+    }
 }
 
 /// What [`affine`] takes: for each bit of the result the bits whose parity it is.
@@ -271,6 +293,26 @@ impl Rows {
         transposed(rows)
     }
 
+    /// 16 words of every row from pieces of 16 bytes, ordered as `index` says: [word][row].
+    ///
+    /// # Safety
+    /// The bytes must lie inside all rows.
+    #[inline(always)]
+    pub(super) unsafe fn four_pieces(&self, at: [usize; 4], index: &Table<64>) -> [Int; 16] {
+        let mut rows = [zero(); 16];
+        for row in 0..16 {
+            // SAFETY: the caller's promise; features as everywhere here.
+            let bytes = unsafe {
+                let first = _mm512_zextsi128_si512(quarter(self.0[row].add(at[0])));
+                let second = _mm512_mask_broadcast_i32x4(first, 0x00f0, quarter(self.0[row].add(at[1])));
+                let third = _mm512_mask_broadcast_i32x4(second, 0x0f00, quarter(self.0[row].add(at[2])));
+                _mm512_mask_broadcast_i32x4(third, 0xf000, quarter(self.0[row].add(at[3])))
+            };
+            rows[row] = look(bytes, index.piece(0));
+        }
+        transposed(rows)
+    }
+
     /// The half-precision number of every row at `at`.
     ///
     /// # Safety
@@ -284,5 +326,35 @@ impl Rows {
         }
         // SAFETY: 32 bytes; features as everywhere here.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(halves.as_ptr().cast())) }
+    }
+
+    /// The word of every row at `at`.
+    ///
+    /// # Safety
+    /// The bytes must lie inside all rows.
+    #[inline(always)]
+    pub(super) unsafe fn word(&self, at: usize) -> Int {
+        let mut words = [0u32; 16];
+        for row in 0..16 {
+            // SAFETY: the caller's promise.
+            words[row] = unsafe { self.0[row].add(at).cast::<u32>().read_unaligned() };
+        }
+        // SAFETY: 64 bytes; features as everywhere here.
+        unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
+    }
+
+    /// The byte of every row at `at`, as a word.
+    ///
+    /// # Safety
+    /// The bytes must lie inside all rows.
+    #[inline(always)]
+    pub(super) unsafe fn byte(&self, at: usize) -> Int {
+        let mut words = [0u32; 16];
+        for row in 0..16 {
+            // SAFETY: the caller's promise.
+            words[row] = unsafe { self.0[row].add(at).read() }.into();
+        }
+        // SAFETY: 64 bytes; features as everywhere here.
+        unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
     }
 }

@@ -75,8 +75,10 @@ pub(super) fn softpluses<S: Simd>(x: S::V) -> S::V {
     let s = S::div(e, S::add(e, S::splat(2.0)));
     let square = S::mul(s, s);
     let terms = [1.0 / 13.0, 1.0 / 11.0, 1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0, 1.0];
-    let start = S::splat(1.0 / 15.0);
-    let sum = terms.into_iter().fold(start, |sum, term| S::fma(sum, square, S::splat(term)));
+    let mut sum = S::splat(1.0 / 15.0);
+    for term in terms {
+        sum = S::fma(sum, square, S::splat(term));
+    }
     S::fma(S::add(s, s), sum, positive)
 }
 
@@ -149,14 +151,6 @@ pub(super) fn swiglu<S: Simd>(gate: &mut [f32], up: &[f32]) {
 pub(super) fn gate<S: Simd>(x: &mut [f32], scale: f32, gate: &[f32]) {
     for (x, &gate) in x.iter_mut().zip(gate) {
         *x = *x * scale * sigmoid::<S>(gate);
-    }
-}
-
-/// y ← y + a · x.
-#[inline(always)]
-pub(super) fn add_scaled<S: Simd>(a: f32, x: &[f32], y: &mut [f32]) {
-    for (y, &x) in y.iter_mut().zip(x) {
-        *y = S::fma1(a, x, *y);
     }
 }
 

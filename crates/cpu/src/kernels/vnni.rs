@@ -6,7 +6,8 @@
 
 use std::arch::x86_64::*;
 
-use super::int8::{Form, GROUP, Group, PANEL, Panel};
+use super::int8::{Codes, Form, MAGIC, PANEL, Panel};
+use super::product::Target;
 
 /// Rows of the register tile; the registers hold them times two panels, as integers and as numbers.
 const ROWS: usize = 6;
@@ -17,28 +18,32 @@ const ROWS: usize = 6;
 /// As there; the processor must have AVX-512 with VNNI.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
 pub(super) unsafe fn product(
-    x: &[*const Group],
-    panels: &[(&Panel, *mut f32)],
+    x: &[*const Codes],
+    panels: &[&Panel],
+    (out, stride): Target,
     (groups, form): (usize, Form),
     add: bool,
 ) {
+    let (pairs, last) = panels.as_chunks::<2>();
     // SAFETY: the caller's promise.
     unsafe {
-        match (panels, form.halves, form.offset) {
-            (&[a, b], false, false) => tiles::<2, false, false>(x, [a, b], groups, add),
-            (&[a, b], false, true) => tiles::<2, false, true>(x, [a, b], groups, add),
-            (&[a, b], true, false) => tiles::<2, true, false>(x, [a, b], groups, add),
-            (&[a, b], true, true) => tiles::<2, true, true>(x, [a, b], groups, add),
-            (panels, false, false) => {
-                panels.iter().for_each(|&a| tiles::<1, false, false>(x, [a], groups, add))
+        for (i, &pair) in pairs.iter().enumerate() {
+            let out = (out.add(i * 2 * PANEL), stride);
+            match (form.halves, form.offset) {
+                (false, false) => tiles::<2, false, false>(x, pair, out, groups, add),
+                (false, true) => tiles::<2, false, true>(x, pair, out, groups, add),
+                (true, false) => tiles::<2, true, false>(x, pair, out, groups, add),
+                (true, true) => tiles::<2, true, true>(x, pair, out, groups, add),
             }
-            (panels, false, true) => {
-                panels.iter().for_each(|&a| tiles::<1, false, true>(x, [a], groups, add))
+        }
+        for &panel in last {
+            let out = (out.add(pairs.len() * 2 * PANEL), stride);
+            match (form.halves, form.offset) {
+                (false, false) => tiles::<1, false, false>(x, [panel], out, groups, add),
+                (false, true) => tiles::<1, false, true>(x, [panel], out, groups, add),
+                (true, false) => tiles::<1, true, false>(x, [panel], out, groups, add),
+                (true, true) => tiles::<1, true, true>(x, [panel], out, groups, add),
             }
-            (panels, true, false) => {
-                panels.iter().for_each(|&a| tiles::<1, true, false>(x, [a], groups, add))
-            }
-            (panels, true, true) => panels.iter().for_each(|&a| tiles::<1, true, true>(x, [a], groups, add)),
         }
     }
 }
@@ -47,8 +52,9 @@ pub(super) unsafe fn product(
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
 unsafe fn tiles<const P: usize, const HALVES: bool, const OFFSET: bool>(
-    x: &[*const Group],
-    panels: [(&Panel, *mut f32); P],
+    x: &[*const Codes],
+    panels: [&Panel; P],
+    (out, stride): Target,
     groups: usize,
     add: bool,
 ) {
@@ -57,78 +63,94 @@ unsafe fn tiles<const P: usize, const HALVES: bool, const OFFSET: bool>(
     for index in 0..count {
         let end = (index + 1) * x.len() / count;
         let rows = &x[first..end];
-        // SAFETY: rows of x and of the outputs, as the caller promised.
+        // SAFETY: rows of x and of the output, as the caller promised.
         unsafe {
-            let to = panels.map(|(panel, out)| (panel, out.add(first * PANEL)));
+            let out = (out.add(first * stride), stride);
             match rows.len() {
-                1 => tile::<P, 1, HALVES, OFFSET>(rows, to, groups, add),
-                2 => tile::<P, 2, HALVES, OFFSET>(rows, to, groups, add),
-                3 => tile::<P, 3, HALVES, OFFSET>(rows, to, groups, add),
-                4 => tile::<P, 4, HALVES, OFFSET>(rows, to, groups, add),
-                5 => tile::<P, 5, HALVES, OFFSET>(rows, to, groups, add),
-                _ => tile::<P, 6, HALVES, OFFSET>(rows, to, groups, add),
+                1 => tile::<P, 1, HALVES, OFFSET>(rows, panels, out, groups, add),
+                2 => tile::<P, 2, HALVES, OFFSET>(rows, panels, out, groups, add),
+                3 => tile::<P, 3, HALVES, OFFSET>(rows, panels, out, groups, add),
+                4 => tile::<P, 4, HALVES, OFFSET>(rows, panels, out, groups, add),
+                5 => tile::<P, 5, HALVES, OFFSET>(rows, panels, out, groups, add),
+                _ => tile::<P, 6, HALVES, OFFSET>(rows, panels, out, groups, add),
             }
         }
         first = end;
     }
 }
 
+/// The register tile, T rows times P panels: out [T][stride] (+)= x · panels.
+///
+/// A step multiplies four columns: P loads of weights [PANEL][4], T broadcasts of activations, T · P
+/// vpdpbusd. A run ends with two multiply-adds for each of the T · P vectors, three with offsets.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
 unsafe fn tile<const P: usize, const T: usize, const HALVES: bool, const OFFSET: bool>(
-    x: &[*const Group],
-    panels: [(&Panel, *mut f32); P],
+    x: &[*const Codes],
+    panels: [&Panel; P],
+    (out, stride): Target,
     groups: usize,
     add: bool,
 ) {
-    let x: [*const Group; T] = std::array::from_fn(|t| x[t]);
+    let x: [*const Codes; T] = std::array::from_fn(|t| x[t]);
     let (runs, steps) = if HALVES { (2, 4) } else { (1, 8) };
-    // SAFETY: groups below `groups`, columns of the panels, numbers of the outputs, as the caller promised.
+    // SAFETY: groups below `groups`, columns of the panels, numbers of the output, as the caller promised.
     unsafe {
         let mut acc = [[_mm512_setzero_ps(); T]; P];
         if add {
             for p in 0..P {
                 for t in 0..T {
-                    acc[p][t] = _mm512_loadu_ps(panels[p].1.add(t * PANEL));
+                    acc[p][t] = _mm512_loadu_ps(out.add(t * stride + p * PANEL));
                 }
             }
         }
         for g in 0..groups {
             for run in 0..runs {
+                let index = g * runs + run;
                 let mut sums = [[_mm512_setzero_si512(); T]; P];
                 for t in 0..T {
-                    let group = &*x[t].add(g);
-                    let start = if HALVES { group.half_starts[run] } else { group.start };
+                    let start = if HALVES {
+                        (&raw const (*x[t]).half_starts).cast::<i32>().add(index).read()
+                    } else {
+                        (&raw const (*x[t]).starts).cast::<i32>().add(index).read()
+                    };
                     for p in 0..P {
                         sums[p][t] = _mm512_set1_epi32(start);
                     }
                 }
-                for step in 0..steps {
-                    let step = run * steps + step;
+                for step in index * steps..(index + 1) * steps {
                     let mut weights = [_mm512_setzero_si512(); P];
                     for p in 0..P {
-                        let q = panels[p].0.q.as_ptr().add(g * (GROUP / 4) + step);
-                        weights[p] = _mm512_load_si512(q.cast());
+                        weights[p] = _mm512_load_si512(panels[p].q.as_ptr().add(step).cast());
                     }
                     for t in 0..T {
-                        let four = (*x[t].add(g)).q.as_ptr().add(4 * step).cast::<i32>().read();
+                        let four = (&raw const (*x[t]).q).cast::<i32>().add(step).read();
                         let four = _mm512_set1_epi32(four);
                         for p in 0..P {
                             sums[p][t] = _mm512_dpbusd_epi32(sums[p][t], weights[p], four);
                         }
                     }
                 }
+                let mut scales = [_mm512_setzero_ps(); P];
+                let (mut magic, mut offsets) = (scales, scales);
                 for p in 0..P {
-                    let panel = panels[p].0;
-                    let scale = _mm512_load_ps(panel.scales.as_ptr().add(g * runs + run).cast());
-                    let offset = _mm512_load_ps(panel.offsets.as_ptr().add(g * runs + run).cast());
-                    for t in 0..T {
-                        let group = &*x[t].add(g);
-                        let both = _mm512_mul_ps(scale, _mm512_set1_ps(group.scale));
-                        acc[p][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[p][t]), both, acc[p][t]);
+                    scales[p] = _mm512_load_ps(panels[p].scales.as_ptr().add(index).cast());
+                    magic[p] = _mm512_mul_ps(scales[p], _mm512_set1_ps(-MAGIC));
+                    offsets[p] = _mm512_load_ps(panels[p].offsets.as_ptr().add(index).cast());
+                }
+                for t in 0..T {
+                    let scale = (&raw const (*x[t]).scales).cast::<f32>().add(g).read();
+                    let sum = if HALVES {
+                        (&raw const (*x[t]).half_sums).cast::<f32>().add(index).read()
+                    } else {
+                        (&raw const (*x[t]).sums).cast::<f32>().add(index).read()
+                    };
+                    for p in 0..P {
+                        let products = _mm512_castsi512_ps(sums[p][t]);
+                        let products = _mm512_fmadd_ps(products, scales[p], magic[p]);
+                        acc[p][t] = _mm512_fmadd_ps(products, _mm512_set1_ps(scale), acc[p][t]);
                         if OFFSET {
-                            let sum = if HALVES { group.half_sums[run] } else { group.sum };
-                            acc[p][t] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sum), acc[p][t]);
+                            acc[p][t] = _mm512_fmadd_ps(offsets[p], _mm512_set1_ps(sum), acc[p][t]);
                         }
                     }
                 }
@@ -136,14 +158,32 @@ unsafe fn tile<const P: usize, const T: usize, const HALVES: bool, const OFFSET:
         }
         for p in 0..P {
             for t in 0..T {
-                _mm512_storeu_ps(panels[p].1.add(t * PANEL), acc[p][t]);
+                _mm512_storeu_ps(out.add(t * stride + p * PANEL), acc[p][t]);
             }
         }
     }
 }
 
-/// Asks for a cache line.
-pub(super) fn prefetch(bytes: *const u8) {
-    // SAFETY: a hint, harmless for any address.
-    unsafe { _mm_prefetch::<_MM_HINT_T1>(bytes.cast()) };
+/// Asks for the cache lines of `len` bytes.
+pub(super) fn prefetch(bytes: *const u8, len: usize) {
+    for at in (0..len).step_by(64) {
+        // SAFETY: a hint, harmless for any address.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(bytes.wrapping_add(at).cast()) };
+    }
+}
+
+/// Copies numbers past the caches, if they begin and end with cache lines.
+///
+/// # Panics
+/// If there is not the same number of both.
+#[target_feature(enable = "avx512f")]
+pub(super) fn stream(from: &[f32], to: &mut [f32]) {
+    assert_eq!(from.len(), to.len());
+    if !from.len().is_multiple_of(16) || !to.as_ptr().cast::<__m512>().is_aligned() {
+        return to.copy_from_slice(from);
+    }
+    for i in (0..from.len()).step_by(16) {
+        // SAFETY: a vector at i lies inside both; the target is aligned.
+        unsafe { _mm512_stream_ps(to.as_mut_ptr().add(i), _mm512_loadu_ps(from.as_ptr().add(i))) };
+    }
 }

@@ -7,15 +7,12 @@ use std::arch::x86_64::*;
 use quant::Type;
 
 use super::blocks::{self, Sink};
-use super::int8::{self, COLUMNS, ORDER, PANEL, Panel};
-use super::lanes::{Float, Int, Table, look, transposed, zero};
+use super::int8::{COLUMNS, PANEL, Panel};
+use super::lanes::{Float, Int};
 
-/// As [`int8::fill`].
+/// As [`super::int8::fill`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,gfni,avx2,fma,f16c")]
 pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
-    if !blocks::knows(ty) {
-        return fill_by_tables(ty, rows, columns, panel);
-    }
     assert!(columns <= COLUMNS && rows[0].len() / ty.block_bytes() * ty.block_len() == columns);
     blocks::decode(ty, rows, &mut Store { panel, group: 0 });
 }
@@ -64,40 +61,5 @@ impl Sink for Store<'_> {
             }
         }
         self.codes(q);
-    }
-}
-
-/// As [`int8::fill`], for every type.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,gfni,avx2,fma,f16c")]
-pub(super) fn fill_by_tables(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
-    int8::fill(ty, rows, columns, panel, |natural, columns, panel| transpose(natural, columns, panel));
-}
-
-/// As [`int8::transpose`].
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")]
-fn transpose(natural: &[[u8; COLUMNS]; PANEL], columns: usize, panel: &mut Panel) {
-    static ORDERED: Table<64> = {
-        let mut index = [0; 64];
-        let mut i = 0;
-        while i < 64 {
-            index[i] = (i / 16 * 16 + ORDER[i % 16]) as u8;
-            i += 1;
-        }
-        Table(index)
-    };
-    // SAFETY: 64 bytes; the last piece may be half a vector, whose other half lies inside the arrays too,
-    // because they have a multiple of 64 columns.
-    unsafe {
-        for first in (0..columns).step_by(64) {
-            let mut rows = [zero(); 16];
-            for (row, natural) in rows.iter_mut().zip(natural) {
-                *row = look(_mm512_loadu_si512(natural.as_ptr().add(first).cast()), ORDERED.piece(0));
-            }
-            let columns = transposed(rows);
-            for (c, column) in columns.into_iter().enumerate() {
-                _mm512_store_si512(panel.q.as_mut_ptr().add(first / 4 + c).cast(), column);
-            }
-        }
     }
 }

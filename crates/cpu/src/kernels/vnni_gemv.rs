@@ -9,32 +9,38 @@ use std::arch::x86_64::*;
 use quant::Type;
 
 use super::blocks::{self, Sink};
-use super::int8::{GROUP, Group, PANEL};
+use super::int8::{Codes, GROUP, GROUPS, MAGIC, PANEL};
 use super::lanes::{Float, Int};
 
 /// out[r, n] = Σ over whole rows of up to [`PANEL`] weights; `x` has at most four rows, `out` is
-/// [rows][PANEL]. Asks for as many bytes from `ahead` on as the weights have.
+/// [rows][stride], of which [`PANEL`] columns are stored. Asks for as many bytes from `ahead` on as the weights have.
 ///
 /// # Safety
-/// Every `x[r]` must point to the groups of a row as long as the weights'. The processor must have the features.
+/// Every `x[r]` must point to the codes of a row as long as the weights'. The processor must have the features.
 ///
 /// # Panics
 /// If the number of rows or the lengths do not fit.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,gfni,avx2,fma,f16c")]
-pub(super) unsafe fn gemv(ty: Type, rows: &[&[u8]], x: &[*const Group], out: &mut [f32], ahead: *const u8) {
+pub(super) unsafe fn gemv(
+    ty: Type,
+    rows: &[&[u8]],
+    x: &[*const Codes],
+    out: (&mut [f32], usize),
+    ahead: *const u8,
+) {
     // SAFETY: the caller's promise.
     unsafe {
         match *x {
             [a] => multiply(ty, rows, [a], out, ahead),
             [a, b] => multiply(ty, rows, [a, b], out, ahead),
-            [a, b, c] => multiply(ty, rows, [a, b, c, c], out, ahead),
+            [a, b, c] => multiply(ty, rows, [a, b, c], out, ahead),
             [a, b, c, d] => multiply(ty, rows, [a, b, c, d], out, ahead),
             _ => unreachable!("one to four rows"),
         }
     }
 }
 
-/// With `T` rows, of which as many are stored as `out` has room for.
+/// With `T` rows.
 ///
 /// # Safety
 /// As [`gemv`].
@@ -42,14 +48,15 @@ pub(super) unsafe fn gemv(ty: Type, rows: &[&[u8]], x: &[*const Group], out: &mu
 unsafe fn multiply<const T: usize>(
     ty: Type,
     rows: &[&[u8]],
-    x: [*const Group; T],
-    out: &mut [f32],
+    x: [*const Codes; T],
+    (out, stride): (&mut [f32], usize),
     ahead: *const u8,
 ) {
     let step = PANEL * GROUP * ty.block_bytes() / ty.block_len();
-    let mut sink = Multiply { x, acc: [_mm512_setzero_ps(); T], ahead, step };
+    let mut sink = Multiply { x, group: 0, acc: [_mm512_setzero_ps(); T], ahead, step };
     blocks::decode(ty, rows, &mut sink);
-    for (acc, out) in sink.acc.into_iter().zip(out.as_chunks_mut::<PANEL>().0) {
+    for (acc, out) in sink.acc.into_iter().zip(out.chunks_mut(stride)) {
+        let out: &mut [f32; PANEL] = out.first_chunk_mut().expect("a panel's columns");
         // SAFETY: 16 numbers.
         unsafe { _mm512_storeu_ps(out.as_mut_ptr(), acc) };
     }
@@ -57,8 +64,10 @@ unsafe fn multiply<const T: usize>(
 
 /// Multiplies what is decoded.
 struct Multiply<const T: usize> {
-    /// Groups that come next.
-    x: [*const Group; T],
+    /// Codes of the group that comes next.
+    x: [*const Codes; T],
+    /// Which of theirs it is.
+    group: usize,
     acc: [Float; T],
     /// What to ask for next.
     ahead: *const u8,
@@ -67,20 +76,21 @@ struct Multiply<const T: usize> {
 }
 
 impl<const T: usize> Multiply<T> {
-    /// Products of steps of four columns from `first` on, on top of `start`.
+    /// Products of steps of four columns from `first` of the group on, on top of `start`, times `scale`.
     ///
     /// # Safety
-    /// `x` must point to a group.
+    /// `x` must point to codes.
     #[inline(always)]
-    unsafe fn sums(q: &[Int], first: usize, x: *const Group, start: i32) -> Float {
+    unsafe fn products(q: &[Int], first: usize, x: *const Codes, start: i32, scale: Float) -> Float {
         // SAFETY: the caller's promise; only reached from functions with the features.
         unsafe {
             let mut sums = _mm512_set1_epi32(start);
             for s in 0..q.len() {
-                let four = (*x).q.as_ptr().add(4 * (first + s)).cast::<i32>().read();
+                let four = (&raw const (*x).q).cast::<i32>().add(first + s).read();
                 sums = _mm512_dpbusd_epi32(sums, q[s], _mm512_set1_epi32(four));
             }
-            _mm512_cvtepi32_ps(sums)
+            let magic = _mm512_mul_ps(scale, _mm512_set1_ps(-MAGIC));
+            _mm512_fmadd_ps(_mm512_castsi512_ps(sums), scale, magic)
         }
     }
 
@@ -92,21 +102,25 @@ impl<const T: usize> Multiply<T> {
             unsafe { _mm_prefetch::<_MM_HINT_T0>(self.ahead.wrapping_add(at).cast()) };
         }
         self.ahead = self.ahead.wrapping_add(self.step);
-        for t in 0..T {
-            self.x[t] = self.x[t].wrapping_add(1);
+        self.group += 1;
+        if self.group == GROUPS {
+            self.group = 0;
+            for t in 0..T {
+                self.x[t] = self.x[t].wrapping_add(1);
+            }
         }
     }
 
     /// Adds a run.
     ///
     /// # Safety
-    /// Features as in the callers.
+    /// `x` must point to codes; features as in the callers.
     #[inline(always)]
-    unsafe fn add(&mut self, t: usize, sums: Float, scale: Float, offset: Option<(Float, f32)>) {
-        // SAFETY: `x` points to a group; only reached from functions with the features.
+    unsafe fn add(&mut self, t: usize, products: Float, offset: Option<(Float, f32)>) {
+        // SAFETY: the caller's promise; only reached from functions with the features.
         unsafe {
-            let both = _mm512_mul_ps(scale, _mm512_set1_ps((*self.x[t]).scale));
-            self.acc[t] = _mm512_fmadd_ps(sums, both, self.acc[t]);
+            let scale = (&raw const (*self.x[t]).scales).cast::<f32>().add(self.group).read();
+            self.acc[t] = _mm512_fmadd_ps(products, _mm512_set1_ps(scale), self.acc[t]);
             if let Some((offset, sum)) = offset {
                 self.acc[t] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sum), self.acc[t]);
             }
@@ -120,9 +134,11 @@ impl<const T: usize> Sink for Multiply<T> {
         for t in 0..T {
             // SAFETY: there are as many groups as runs of 32 columns, by the promise to `gemv`.
             unsafe {
-                let x = self.x[t];
-                let sums = Self::sums(&q, 0, x, (*x).start);
-                self.add(t, sums, scale, offset.map(|offset| (offset, (*x).sum)));
+                let (x, g) = (self.x[t], self.group);
+                let start = (&raw const (*x).starts).cast::<i32>().add(g).read();
+                let sum = (&raw const (*x).sums).cast::<f32>().add(g).read();
+                let products = Self::products(&q, GROUP / 4 * g, x, start, scale);
+                self.add(t, products, offset.map(|offset| (offset, sum)));
             }
         }
         self.next();
@@ -134,14 +150,12 @@ impl<const T: usize> Sink for Multiply<T> {
             for half in 0..2 {
                 // SAFETY: as above.
                 unsafe {
-                    let x = self.x[t];
-                    let sums = Self::sums(&q[4 * half..][..4], 4 * half, x, (*x).half_starts[half]);
-                    self.add(
-                        t,
-                        sums,
-                        scales[half],
-                        offsets.map(|offsets| (offsets[half], (*x).half_sums[half])),
-                    );
+                    let (x, g) = (self.x[t], self.group);
+                    let start = (&raw const (*x).half_starts).cast::<i32>().add(2 * g + half).read();
+                    let sum = (&raw const (*x).half_sums).cast::<f32>().add(2 * g + half).read();
+                    let (first, q) = (GROUP / 4 * g + 4 * half, &q[4 * half..][..4]);
+                    let products = Self::products(q, first, x, start, scales[half]);
+                    self.add(t, products, offsets.map(|offsets| (offsets[half], sum)));
                 }
             }
         }

@@ -6,7 +6,7 @@ use quant::Type;
 use super::super::tests::{Case, numbers, variants};
 use super::*;
 use crate::Variant;
-use crate::gemm::{Product, Then, dense};
+use crate::gemm::{GateUp, Inner, Product, Then, dense, gate_up};
 use crate::kernels::Kernels;
 use crate::pool::Pool;
 
@@ -80,6 +80,30 @@ fn a_row_has_the_same_bits_among_any_others() {
                     assert!(same, "{variant} {ty}, rows {rows:?}, {threads} threads");
                 }
             }
+        }
+    }
+}
+
+/// First halves that are rounded where they are made must have the bits of those rounded afterwards.
+#[test]
+fn first_halves_are_rounded_on_the_way() {
+    for (rows, width, k) in [(1, 32, 256), (5, 64, 768), (49, 544, 512), (97, 512, 256)] {
+        let gate = Case::new(Type::IQ2_XXS, rows, width, k);
+        let up = Case::new(Type::Q6_K, 1, width, k);
+        for variant in variants() {
+            let mut team = team(variant, 3);
+            let mut codes = Vec::new();
+            let x = Input::round(&mut team, Rows::new(&gate.x, k, rows), k, &mut codes);
+            let groups = [GateUp { gate: gate.weights(), up: up.weights(), x, first: 1 }];
+            let mut numbers = vec![f32::NAN; (rows + 1) * width];
+            gate_up(&mut team, &groups, Inner::Numbers(Out::new(&mut numbers, width)));
+            let mut expected = Vec::new();
+            let inner = Rows::new(&numbers[width..], width, rows);
+            Input::round(&mut team, inner, width, &mut expected);
+            let per_row = Codes::per_row(width);
+            let mut found = vec![Codes::ZERO; (rows + 1) * per_row];
+            gate_up(&mut team, &groups, Inner::Codes(Out::new(&mut found, per_row)));
+            assert!(found[per_row..] == expected, "{variant} {rows} × {width} × {k}");
         }
     }
 }

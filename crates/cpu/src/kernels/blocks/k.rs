@@ -3,8 +3,8 @@
 #![allow(clippy::needless_range_loop)] // indices into several arrays of registers at once
 
 use super::super::lanes::{
-    Float, Int, Rows, affine, and, and_or, byte, bytes, half_to_float, matrix, minus, moving, or, right,
-    signed_byte, times, words, zero,
+    Float, Int, Rows, affine, and, and_or, byte, bytes, half_byte, half_to_float, left, matrix, minus,
+    moving, number, or, right, signed_byte, sum, times, words, zero,
 };
 use super::{ORDERED, Sink};
 
@@ -146,6 +146,76 @@ pub(super) unsafe fn q6_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
                 let scales = [times(d, signed_byte(four, first)), times(d, signed_byte(four, first + 1))];
                 sink.halves(q, scales, None);
             }
+        }
+    }
+}
+
+/// 256 weights of two bits: for every 16 of them four bits of scale and four of offset; 64 bytes, two bits of
+/// each for a run; two halves (scale and offset).
+///
+/// # Safety
+/// Every row has `count` blocks.
+#[inline(always)]
+pub(super) unsafe fn q2_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
+    for at in (0..count).map(|block| block * 84) {
+        // SAFETY: inside the block.
+        let (scales, codes, both) =
+            unsafe { (rows.four_words(at), rows.words(at + 16, &ORDERED), rows.word(at + 80)) };
+        let (d, m) = (half_to_float(both), minus(half_to_float(right(both, 16))));
+        for run in 0..8 {
+            let mut q = [zero(); 8];
+            for s in 0..8 {
+                q[s] = affine::<0x80>(codes[run / 4 * 8 + s], PAIR[run % 4]);
+            }
+            let (four, first) = (scales[run / 2], (run % 2 * 4) as u32);
+            let scales = [times(d, half_byte(four, first)), times(d, half_byte(four, first + 2))];
+            let offsets = [times(m, half_byte(four, first + 1)), times(m, half_byte(four, first + 3))];
+            sink.halves(q, scales, Some(offsets));
+        }
+    }
+}
+
+/// Two bits of a byte, moved down.
+const PAIR: [u64; 4] = [moving(2, 0, 0), moving(2, 2, 0), moving(2, 4, 0), moving(2, 6, 0)];
+
+/// 256 weights of three bits: 32 bytes of third bits, bit i for run i; 64 bytes, two bits of each for a run; 16
+/// scales of six bits in 12 bytes; a half.
+///
+/// # Safety
+/// Every row has `count` blocks.
+#[inline(always)]
+pub(super) unsafe fn q3_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
+    // The weight less 4 plus 128: the third bit becomes the eighth or else the five before.
+    const fn third(run: usize) -> u64 {
+        let bit = 1 << run;
+        matrix([0, 0, bit, bit, bit, bit, bit, bit])
+    }
+    const THIRD: [u64; 8] = [third(0), third(1), third(2), third(3), third(4), third(5), third(6), third(7)];
+    for at in (0..count).map(|block| block * 110) {
+        // SAFETY: inside the block; scales and the half are its last 14 bytes.
+        let (thirds, codes, [before, a, b, c]) =
+            unsafe { (rows.words(at, &ORDERED), rows.words(at + 32, &ORDERED), rows.four_words(at + 94)) };
+        let d = half_to_float(right(c, 16));
+        let a_word = or(right(before, 16), left(a, 16));
+        let b_word = or(right(a, 16), left(b, 16));
+        let high = or(right(b, 16), left(c, 16));
+        let (four, two) = (words(0x0f0f_0f0f), words(0x3030_3030));
+        let scales = [
+            and_or(left(high, 4), two, and(a_word, four)),
+            and_or(left(high, 2), two, and(b_word, four)),
+            and_or(high, two, and(right(a_word, 4), four)),
+            and_or(right(high, 2), two, and(right(b_word, 4), four)),
+        ];
+        for run in 0..8 {
+            let mut q = [zero(); 8];
+            for s in 0..8 {
+                let third = affine::<0x7c>(thirds[s], THIRD[run]);
+                q[s] = or(affine::<0>(codes[run / 4 * 8 + s], PAIR[run % 4]), third);
+            }
+            let (four, first) = (scales[run / 2], (run % 2 * 2) as u32);
+            let less = number(-32.0);
+            let scales = [times(d, sum(byte(four, first), less)), times(d, sum(byte(four, first + 1), less))];
+            sink.halves(q, scales, None);
         }
     }
 }

@@ -1,19 +1,18 @@
-//! Blocks of 256 weights that name rows of codebooks.
+//! Blocks of 256 weights that name rows of the codebooks of IQ2: eight magnitudes a row, signs apart.
 //!
-//! Codebooks are kept as bytes of two-bit codes, in registers or the first cache: a byte of the index picks from 64
-//! entries at once, masks from its upper bits join the pieces. Codes and signs together then pick the weight.
+//! Codebooks are kept as bytes of two-bit codes; codes and signs together pick the weight.
 
 #![allow(clippy::needless_range_loop)] // indices into several arrays of registers at once
 
-use quant::codebook::{IQ2_MAGNITUDES, IQ2_XS_GRID, IQ2_XXS_GRID};
+use quant::codebook::{IQ2_MAGNITUDES, IQ2_S_GRID, IQ2_XS_GRID, IQ2_XXS_GRID};
 
 use super::super::int8::SHIFT;
 use super::super::lanes::{
-    Float, Int, Rows, Table, affine, bytes, fields, half_byte, high_bits, left, look, look_where, lower_from,
-    matrix, number, pairs, right, second_bits, select, sum, test, times, to_float, upper_from, where_set,
-    zero,
+    Float, Int, Rows, Table, affine, bytes, fields, half_byte, high_bits, left, look, lower_from, number,
+    pairs, right, second_bits, select, sum, test, times, to_float, upper_from, zero,
 };
 use super::Sink;
+use super::lookup::{EVEN_FIELDS, bits_from, even, look_256, look_512, look_1024};
 
 /// Codes (0, 1, 2 for the magnitudes) of four weights of every codebook row, the first in the lowest bits.
 const fn codes<const N: usize>(grid: &[[i8; 8]; N], first: usize) -> [u8; N] {
@@ -40,18 +39,7 @@ const fn codes<const N: usize>(grid: &[[i8; 8]; N], first: usize) -> [u8; N] {
 
 static XXS_CODES: [Table<256>; 2] = [Table(codes(&IQ2_XXS_GRID, 0)), Table(codes(&IQ2_XXS_GRID, 4))];
 static XS_CODES: [Table<512>; 2] = [Table(codes(&IQ2_XS_GRID, 0)), Table(codes(&IQ2_XS_GRID, 4))];
-
-/// Eight signs, of which the last makes the number of negative weights even, from the seven bits at `first`.
-const fn even(first: u32) -> u64 {
-    let mut bits = [0; 8];
-    let mut bit = 0;
-    while bit < 7 {
-        bits[bit as usize] = 1 << (first + bit);
-        bits[7] |= 1 << (first + bit);
-        bit += 1;
-    }
-    matrix(bits)
-}
+static S_CODES: [Table<1024>; 2] = [Table(codes(&IQ2_S_GRID, 0)), Table(codes(&IQ2_S_GRID, 4))];
 
 /// Shifted weight by six bits, of which two at `code` say the magnitude and one at `sign` says whether it is
 /// negative.
@@ -69,26 +57,6 @@ const fn values(code: usize, sign: usize) -> Table<64> {
 }
 
 static VALUES: [Table<64>; 4] = [values(0, 2), values(2, 1), values(4, 2), values(2, 5)];
-
-/// Entries of a table of 128, from piece `first` on; the mask is the upper bit of the index.
-#[inline(always)]
-fn look_128<const N: usize>(table: &Table<N>, first: usize, index: Int, sixth: u64) -> Int {
-    look_where(look(table.piece(first), index), sixth, table.piece(first + 1), index)
-}
-
-/// Entries of a table of 256, from piece `first` on; masks are the upper bits of the index.
-#[inline(always)]
-fn look_256<const N: usize>(table: &Table<N>, first: usize, index: Int, sixth: u64, seventh: u64) -> Int {
-    let lower = look_128(table, first, index, sixth);
-    where_set(lower, seventh, look_128(table, first + 2, index, sixth))
-}
-
-/// Entries of a table of 512, from piece `first` on; masks are the upper bits of the index.
-#[inline(always)]
-fn look_512<const N: usize>(table: &Table<N>, first: usize, index: Int, masks: [u64; 3]) -> Int {
-    let lower = look_256(table, first, index, masks[0], masks[1]);
-    where_set(lower, masks[2], look_256(table, first + 4, index, masks[0], masks[1]))
-}
 
 /// Weights from the codes of four groups of eight, given for their first and second halves, and their signs.
 #[inline(always)]
@@ -135,17 +103,15 @@ fn quarter_scales(d: Float, four: Int, run: u32) -> [Float; 2] {
 /// Every row has `count` blocks.
 #[inline(always)]
 pub(super) unsafe fn iq2_xxs(rows: &Rows, count: usize, sink: &mut impl Sink) {
-    // The four fields of seven bits of both words of a pair.
-    let from = pairs(0x352e_2720_150e_0700);
     for at in (0..count).map(|block| block * 66) {
         // SAFETY: inside the block.
         let (d, words) = unsafe { (rows.halves(at), rows.plain_words(at + 2)) };
         for run in 0..8 {
             let (index, field) = (words[2 * run], words[2 * run + 1]);
-            let (sixth, seventh) = (second_bits(index), high_bits(index));
-            let low = look_256(&XXS_CODES[0], 0, index, sixth, seventh);
-            let high = look_256(&XXS_CODES[1], 0, index, sixth, seventh);
-            let signs = affine::<0>(fields(field, from), even(0));
+            let masks = [second_bits(index), high_bits(index)];
+            let low = look_256(&XXS_CODES[0], 0, index, masks);
+            let high = look_256(&XXS_CODES[1], 0, index, masks);
+            let signs = affine::<0>(fields(field, pairs(EVEN_FIELDS)), even(0));
             sink.full(weights(low, high, signs), quarter_scale(d, to_float(right(field, 28))), None);
         }
     }
@@ -181,6 +147,35 @@ pub(super) unsafe fn iq2_xs(rows: &Rows, count: usize, sink: &mut impl Sink) {
             let four = if run < 4 { scales } else { more_scales };
             let scales = quarter_scales(d, four, run as u32 % 4);
             sink.halves(weights(low, high, affine::<0>(upper, even(1))), scales, None);
+        }
+    }
+}
+
+/// A half; for each group of eight the lower byte of an index; a sign for each weight; for each group two upper
+/// bits of the index; four bits of scale for every 16 weights.
+///
+/// # Safety
+/// Every row has `count` blocks.
+#[inline(always)]
+pub(super) unsafe fn iq2_s(rows: &Rows, count: usize, sink: &mut impl Sink) {
+    /// Brings the upper bits of the groups of a run to the top of bytes.
+    static UPPER: [Table<64>; 4] = [
+        bits_from([-6, -4, -2, 0]),
+        bits_from([2, 4, 6, 8]),
+        bits_from([10, 12, 14, 16]),
+        bits_from([18, 20, 22, 24]),
+    ];
+    for at in (0..count).map(|block| block * 82) {
+        // SAFETY: inside the block.
+        let (d, words, [a, b, scales, more_scales]) =
+            unsafe { (rows.halves(at), rows.plain_words(at + 2), rows.four_words(at + 66)) };
+        for run in 0..8 {
+            let (index, signs) = (words[run], words[8 + run]);
+            let upper = fields(if run < 4 { a } else { b }, UPPER[run % 4].piece(0));
+            let masks = [second_bits(index), high_bits(index), second_bits(upper), high_bits(upper)];
+            let (low, high) = (look_1024(&S_CODES[0], index, masks), look_1024(&S_CODES[1], index, masks));
+            let four = if run < 4 { scales } else { more_scales };
+            sink.halves(weights(low, high, signs), quarter_scales(d, four, run as u32 % 4), None);
         }
     }
 }

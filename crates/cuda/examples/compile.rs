@@ -1,0 +1,99 @@
+//! Compiles every kernel for some architectures and reports registers and spills: needs the compiler, no GPU.
+//!
+//! `compile MODEL ARCH …` takes the shape from a model file. Fails if a kernel does not compile or a hot one spills.
+
+use std::process::ExitCode;
+
+use model::{KvType, Model};
+use quant::Type;
+use redlite_cuda::{Source, Target, compile, sources};
+
+/// Kernels in which a spilled register costs time that shows.
+const HOT: [&str; 13] = [
+    "gemm_store",
+    "gemm_add",
+    "gemm_scale",
+    "gemm_gated",
+    "gemm_experts_gated",
+    "gemm_experts_down",
+    "delta_prepare",
+    "delta_scan",
+    "delta_single",
+    "attn_mix",
+    "attn_single",
+    "gemv_1",
+    "expert_dot",
+];
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [model, archs @ ..] = &arguments[..] else {
+        eprintln!("usage: compile MODEL ARCH …");
+        return ExitCode::from(2);
+    };
+    let spec = Model::open(model.as_ref()).expect("a model").spec;
+    let mut all = Vec::new();
+    for arch in archs {
+        let target = Target::named(arch);
+        all.extend(sources(&target, &spec, KvType::F16).into_iter().map(|source| (arch, source)));
+        let attention = Source::attention(&target, &spec, KvType::F32);
+        all.push((arch, attention));
+        all.extend(Type::all().map(|ty| (arch, Source::weights(&target, ty))));
+        all.extend(Type::all().filter_map(|ty| Some((arch, Source::experts(&target, ty)?))));
+    }
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let work = || {
+        let mut failures = 0;
+        while let Some((arch, source)) = all.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+            failures += report(arch, source.clone());
+        }
+        failures
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let failures: usize = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().map(|worker| worker.join().expect("no panics")).sum()
+    });
+    println!("{} sources, {failures} failures", all.len());
+    if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Compiles one source; prints a line for each kernel. Returns the number of failures.
+fn report(arch: &str, mut source: Source) -> usize {
+    source.options.push("--ptxas-options=-v".to_string());
+    let log = match compile(&source) {
+        Ok((_, log)) => log,
+        Err(error) => {
+            println!("{arch:8} {:16} FAILED: {error}", source.name);
+            return 1;
+        }
+    };
+    let (mut kernel, mut spills, mut failures, mut lines) = (String::new(), 0, 0, String::new());
+    for line in log.lines() {
+        if let Some(rest) = line.split("Compiling entry function '").nth(1) {
+            kernel = rest.split('\'').next().unwrap_or("?").to_string();
+        } else if line.contains("bytes spill stores") {
+            spills = number_before(line, " bytes spill stores");
+        } else if line.contains("Used ") {
+            let registers = number_before(line, " registers");
+            let hot = HOT.contains(&kernel.as_str());
+            let verdict = if spills > 0 && hot { "SPILLS in a hot kernel" } else { "" };
+            failures += usize::from(!verdict.is_empty());
+            lines += &format!(
+                "{arch:8} {:16} {kernel:20} {registers:4} registers {spills:5} bytes spilled {verdict}\n",
+                source.name
+            );
+        } else if line.contains("wgmma") {
+            failures += 1;
+            lines += &format!("{arch:8} {:16} {line}\n", source.name);
+        }
+    }
+    print!("{lines}");
+    failures
+}
+
+/// The number that ends where `what` begins.
+fn number_before(line: &str, what: &str) -> usize {
+    let before = line.split(what).next().unwrap_or("");
+    before.rsplit(|c: char| !c.is_ascii_digit()).next().and_then(|digits| digits.parse().ok()).unwrap_or(0)
+}

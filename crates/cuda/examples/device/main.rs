@@ -1,0 +1,24 @@
+//! Checks and measurements that need a GPU; `scripts/cuda-check.sh` runs them.
+//!
+//! ```text
+//! device check MODEL              decoders, conformance suite, stages and MODEL against the reference
+//! device measure MODEL            tok/s and time of each stage
+//! ```
+
+mod check;
+mod measure;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match arguments[..] {
+        ["check", model, ref only @ ..] => check::run(model.as_ref(), only),
+        ["measure", model, ref lengths @ ..] => measure::run(model.as_ref(), lengths),
+        _ => {
+            eprintln!("usage: device check MODEL [NAME …] | device measure MODEL [LENGTH …]");
+            ExitCode::from(2)
+        }
+    }
+}

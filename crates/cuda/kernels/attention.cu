@@ -1,0 +1,303 @@
+// The attention mixer between its projections. DIM: numbers in a head, a multiple of 32 up to 256.
+//
+// Keys and values lie in pages of 256 positions: [attention layer][key, value][kv head][256][DIM], KV_F32 ? f32 : f16.
+// Key blocks lie on the absolute grid of 64 positions.
+
+const int PAGE = 256, BLOCK = 64;
+
+#if KV_F32
+typedef float Kv;
+#else
+typedef u16 Kv;
+#endif
+
+DEVICE float kv_value(float x) { return x; }
+DEVICE float kv_value(u16 x) { return f16_value(x); }
+DEVICE void kv_store(float *to, float x) { *to = x; }
+DEVICE void kv_store(u16 *to, float x) { *to = f16(x); }
+
+struct Shape {
+    int heads, kv_heads, layer, stride; // stride: columns of the projections, q | gate | k | v
+};
+
+/// The numbers of one head in a page: [PAGE][DIM].
+DEVICE Kv *head_of(Kv *page, const Shape &s, int side, int head) {
+    return page + ((long)(s.layer * 2 + side) * s.kv_heads + head) * PAGE * DIM;
+}
+
+struct Rotations {
+    const u32 *positions; // [rows]
+    float *out;           // [rows, dims]: cosines, then sines
+    double base;
+    int rows, dims;
+};
+
+/// Angles of each row: position · base^(−2 i / dims). Grid: rows.
+KERNEL void attn_rotations(Rotations p) {
+    long row = blockIdx.x;
+    for (int i = threadIdx.x; i < p.dims / 2; i += blockDim.x) {
+        double sine, cosine;
+        sincos((double)p.positions[row] * pow(p.base, -2.0 * i / p.dims), &sine, &cosine);
+        p.out[row * p.dims + i] = (float)cosine;
+        p.out[row * p.dims + p.dims / 2 + i] = (float)sine;
+    }
+}
+
+struct Prepare {
+    Shape shape;
+    float *projected;       // [rows, stride]; queries and keys are normed and rotated in place
+    const float *rotations; // [rows, dims]
+    const float *query_norm, *key_norm; // [DIM]
+    Kv *const *const *pages; // of each row: the pages of its sequence
+    const u32 *positions;    // of each row
+    float eps;
+    int dims;
+};
+
+/// Norms, rotation, and the store of keys and values. Grid: (heads + 2 kv heads, rows); DIM threads.
+KERNEL void attn_prepare(Prepare p) {
+    __shared__ float room[32], numbers[DIM];
+    const Shape &s = p.shape;
+    int head = blockIdx.x, i = threadIdx.x;
+    long row = blockIdx.y;
+    bool query = head < s.heads, key = !query && head < s.heads + s.kv_heads;
+    // Gates lie between queries and keys.
+    float *at = p.projected + row * s.stride + (query ? head : s.heads + head) * DIM + i, x = *at;
+    if (query || key) {
+        x *= 1.0f / sqrtf(block_sum(x * x, room) / (float)DIM + p.eps) * (query ? p.query_norm : p.key_norm)[i];
+        numbers[i] = x;
+        __syncthreads();
+        if (i < p.dims) {
+            int half = p.dims / 2;
+            float cosine = p.rotations[row * p.dims + i % half], sine = p.rotations[row * p.dims + half + i % half];
+            float other = numbers[i < half ? i + half : i - half];
+            x = i < half ? x * cosine - other * sine : x * cosine + other * sine;
+        }
+        *at = x;
+    }
+    if (!query) {
+        u32 position = p.positions[row];
+        int kv_head = key ? head - s.heads : head - s.heads - s.kv_heads;
+        Kv *to = head_of(p.pages[row][position / PAGE], s, key ? 0 : 1, kv_head);
+        kv_store(to + (long)(position % PAGE) * DIM + i, x);
+    }
+}
+
+struct Mix {
+    Shape shape;
+    const float *projected; // [rows, stride]
+    Kv *const *pages;       // of the sequence
+    u16 *out;               // [rows, heads · DIM] bf16: gated
+    int rows, position;     // of the first row
+};
+
+const int ROW_BYTES = DIM * 2, CHUNKS = DIM / 8;
+
+/// Where chunk c (eight f16) of row r of a tile [64][DIM] lies in shared memory.
+DEVICE u32 chunk_at(u32 base, int row, int chunk) { return base + row * ROW_BYTES + (chunk ^ row % (CHUNKS < 8 ? CHUNKS : 8)) * 16; }
+
+/// Copies 64 positions of a head to a tile.
+DEVICE void load_block(u32 to, const u16 *from) {
+    for (int i = threadIdx.x; i < BLOCK * CHUNKS; i += blockDim.x) {
+        copy_16(chunk_at(to, i / CHUNKS, i % CHUNKS), from + (long)i * 8, true);
+    }
+}
+
+DEVICE void store_16(u32 at, const u32 x[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
+DEVICE void load_block(u32 to, const float *from) {
+    for (int i = threadIdx.x; i < BLOCK * CHUNKS; i += blockDim.x) {
+        const float *x = from + (long)i * 8;
+        u32 packed[4];
+        for (int j = 0; j < 4; j++) packed[j] = f16_pair(x[2 * j], x[2 * j + 1]);
+        store_16(chunk_at(to, i / CHUNKS, i % CHUNKS), packed);
+    }
+}
+
+/// Attention of 64 rows of one head over the blocks of keys up to the last row's, the softmax corrected block by block.
+/// Grid: (heads, tiles of rows); 128 threads, each warp 16 rows; shared memory: queries, keys, values.
+KERNEL __launch_bounds__(128) void attn_mix(Mix p) {
+    extern __shared__ __align__(128) u8 shared[];
+    const Shape &s = p.shape;
+    u32 queries = shared_address(shared), keys = queries + BLOCK * ROW_BYTES, values = keys + BLOCK * ROW_BYTES;
+    int head = blockIdx.x, kv_head = head / (s.heads / s.kv_heads), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // The longest tiles first.
+    int first = (int)(gridDim.y - 1 - blockIdx.y) * BLOCK, count = min(BLOCK, p.rows - first);
+    int blocks = (p.position + first + count + BLOCK - 1) / BLOCK;
+
+    load_block(keys, head_of(p.pages[0], s, 0, kv_head));
+    copies_commit();
+    for (int i = threadIdx.x; i < BLOCK * CHUNKS; i += blockDim.x) {
+        int row = i / CHUNKS, chunk = i % CHUNKS;
+        const float *x = p.projected + (long)(first + min(row, count - 1)) * s.stride + head * DIM + chunk * 8;
+        u32 packed[4];
+        for (int j = 0; j < 4; j++) packed[j] = f16_pair(x[2 * j], x[2 * j + 1]);
+        store_16(chunk_at(queries, row, chunk), packed);
+    }
+    float out[DIM / 8][4], largest[2] = {-1e30f, -1e30f}, sums[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < DIM / 8; j++) out[j][0] = out[j][1] = out[j][2] = out[j][3] = 0.0f;
+    const float scale = 1.44269504f / sqrtf((float)DIM);
+
+    for (int block = 0; block < blocks; block++) {
+        copies_wait<0>();
+        __syncthreads();
+        Kv *page = p.pages[block * BLOCK / PAGE];
+        load_block(values, head_of(page, s, 1, kv_head) + (long)(block * BLOCK % PAGE) * DIM);
+        copies_commit();
+
+        float score[BLOCK / 8][4];
+#pragma unroll
+        for (int j = 0; j < BLOCK / 8; j++) score[j][0] = score[j][1] = score[j][2] = score[j][3] = 0.0f;
+#pragma unroll 4
+        for (int k = 0; k < CHUNKS; k += 2) {
+            u32 q[4];
+            load_matrices(q, chunk_at(queries, warp * 16 + lane % 16, k + lane / 16));
+#pragma unroll
+            for (int j = 0; j < BLOCK / 8; j += 2) {
+                u32 x[4];
+                load_matrices(x, chunk_at(keys, j * 8 + lane % 8 + lane / 16 * 8, k + lane / 8 % 2));
+                multiply_f16(score[j], q, x[0], x[1]);
+                multiply_f16(score[j + 1], q, x[2], x[3]);
+            }
+        }
+        u32 weights[BLOCK / 16][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int seen = p.position + first + warp * 16 + lane / 4 + half * 8 - block * BLOCK; // last key this row sees
+            float most = largest[half];
+#pragma unroll
+            for (int j = 0; j < BLOCK / 8; j++) {
+#pragma unroll
+                for (int x = 0; x < 2; x++) {
+                    float &at = score[j][2 * half + x];
+                    at = j * 8 + lane % 4 * 2 + x <= seen ? at * scale : -1e30f;
+                    most = fmaxf(most, at);
+                }
+            }
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            float correction = exp2f(largest[half] - most), sum = 0.0f;
+            largest[half] = most;
+#pragma unroll
+            for (int j = 0; j < BLOCK / 8; j++) {
+                float x = exp2f(score[j][2 * half] - most), y = exp2f(score[j][2 * half + 1] - most);
+                sum += x + y;
+                weights[j / 2][j % 2 * 2 + half] = f16_pair(x, y);
+            }
+            sums[half] = sums[half] * correction + sum;
+#pragma unroll
+            for (int j = 0; j < DIM / 8; j++) out[j][2 * half] *= correction, out[j][2 * half + 1] *= correction;
+        }
+        copies_wait<0>();
+        __syncthreads();
+        if (block + 1 < blocks) {
+            int next = (block + 1) * BLOCK;
+            load_block(keys, head_of(p.pages[next / PAGE], s, 0, kv_head) + (long)(next % PAGE) * DIM);
+        }
+        copies_commit();
+#pragma unroll
+        for (int k = 0; k < BLOCK / 16; k++) {
+#pragma unroll
+            for (int j = 0; j < CHUNKS; j += 2) {
+                u32 x[4];
+                load_transposed(x, chunk_at(values, k * 16 + lane % 16, j + lane / 16));
+                multiply_f16(out[j], weights[k], x[0], x[1]);
+                multiply_f16(out[j + 1], weights[k], x[2], x[3]);
+            }
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float sum = sums[half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        int row = warp * 16 + lane / 4 + half * 8;
+        if (row >= count) continue;
+        long at = (long)(first + row);
+        const float *gate = p.projected + at * s.stride + (s.heads + head) * DIM;
+        u16 *to = p.out + at * s.heads * DIM + head * DIM;
+#pragma unroll
+        for (int j = 0; j < DIM / 8; j++) {
+            int i = j * 8 + lane % 4 * 2;
+            float x = out[j][2 * half] / sum * sigmoid(gate[i]), y = out[j][2 * half + 1] / sum * sigmoid(gate[i + 1]);
+            *(u32 *)(to + i) = bf16_pair(x, y);
+        }
+    }
+}
+
+struct Single {
+    Shape shape;
+    const float *projected;  // [rows, stride]
+    Kv *const *const *pages; // of each row
+    const u32 *positions;    // of each row
+    float *partial;          // [rows, heads, blocks, DIM + 2]: sum of values, largest score, sum of weights
+    float *out;              // [rows, heads · DIM]: gated
+    int blocks;              // of the longest sequence
+};
+
+const int LANE = DIM / 32; // numbers of a head that a lane holds
+
+/// One query over a block of 64 keys. Grid: (blocks, kv heads, rows); a warp for each query head of the kv head, in turns.
+KERNEL void attn_single(Single p) {
+    __shared__ float shared[8][BLOCK];
+    const Shape &s = p.shape;
+    int block = blockIdx.x, kv_head = blockIdx.y, group = s.heads / s.kv_heads, lane = threadIdx.x % 32;
+    long row = blockIdx.z;
+    int seen = min(BLOCK, (int)p.positions[row] + 1 - block * BLOCK);
+    if (seen <= 0) return;
+    Kv *page = p.pages[row][block * BLOCK / PAGE];
+    long offset = (long)(block * BLOCK % PAGE) * DIM + lane * LANE;
+    const Kv *keys = head_of(page, s, 0, kv_head) + offset, *values = head_of(page, s, 1, kv_head) + offset;
+    float *scores = shared[threadIdx.x / 32];
+    for (int h = threadIdx.x / 32; h < group; h += blockDim.x / 32) {
+        int head = kv_head * group + h;
+        const float *query = p.projected + row * s.stride + head * DIM + lane * LANE;
+        float q[LANE], out[LANE], largest = -1e30f, sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < LANE; i++) q[i] = query[i] / sqrtf((float)DIM), out[i] = 0.0f;
+#pragma unroll 8
+        for (int k = 0; k < seen; k++) {
+            float dot = 0.0f;
+#pragma unroll
+            for (int i = 0; i < LANE; i++) dot = fmaf(q[i], kv_value(keys[(long)k * DIM + i]), dot);
+            dot = warp_sum(dot);
+            if (lane == 0) scores[k] = dot;
+            largest = fmaxf(largest, dot);
+        }
+        __syncwarp();
+#pragma unroll 8
+        for (int k = 0; k < seen; k++) {
+            float weight = expf(scores[k] - largest);
+            sum += weight;
+#pragma unroll
+            for (int i = 0; i < LANE; i++) out[i] = fmaf(weight, kv_value(values[(long)k * DIM + i]), out[i]);
+        }
+        __syncwarp();
+        float *to = p.partial + ((row * s.heads + head) * p.blocks + block) * (DIM + 2);
+#pragma unroll
+        for (int i = 0; i < LANE; i++) to[lane * LANE + i] = out[i];
+        if (lane == 0) to[DIM] = largest, to[DIM + 1] = sum;
+    }
+}
+
+/// Joins the blocks of a query, ascending, and gates. Grid: (heads, rows); DIM threads.
+KERNEL void attn_join(Single p) {
+    const Shape &s = p.shape;
+    int head = blockIdx.x, i = threadIdx.x;
+    long row = blockIdx.y;
+    int blocks = p.positions[row] / BLOCK + 1;
+    const float *from = p.partial + (row * s.heads + head) * p.blocks * (DIM + 2);
+    float largest = -1e30f, sum = 0.0f, out = 0.0f;
+    for (int b = 0; b < blocks; b++) largest = fmaxf(largest, from[(long)b * (DIM + 2) + DIM]);
+    for (int b = 0; b < blocks; b++) {
+        const float *at = from + (long)b * (DIM + 2);
+        float weight = expf(at[DIM] - largest);
+        sum = fmaf(weight, at[DIM + 1], sum);
+        out = fmaf(weight, at[i], out);
+    }
+    float gate = p.projected[row * s.stride + (s.heads + head) * DIM + i];
+    p.out[(row * s.heads + head) * DIM + i] = out / sum * sigmoid(gate);
+}

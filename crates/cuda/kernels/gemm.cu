@@ -1,0 +1,396 @@
+// Products of many rows: out[m][n] = Σ_k a[m][k] · b[n][k], bf16 factors, sums in f32.
+//
+// A block of 256 threads (two groups of four warps) makes a tile of 256 × 128. Its rows fall into four blocks of 64:
+// group w computes blocks w and w + 2, and leaves the second out if the tile ends before it. K is walked in steps
+// of 64 through STAGES buffers of shared memory that asynchronous copies fill two steps ahead:
+//
+//   stage: a [256][64], b [128][64] bf16, rows of 128 bytes, 16-byte chunk c of row r at chunk c ^ (r % 8).
+//
+// b is either numbers, or blocks of TYPE that are decoded on their way into a stage: each thread decodes 32 weights of a
+// row while the products of the step before run. Their bytes come through shared memory too, a span of 256 weights of
+// each row at a time, one span ahead.
+//
+// The layout of a stage is the one the tensor cores of compute capability 9.0a read themselves (128-byte swizzle,
+// `wgmma`); others load it with `ldmatrix`. Both leave sums alike: lane l of warp w holds rows 16 w + l / 4 and + 8 of a
+// block of 64, columns 8 j + 2 (l % 4) and the next. A row's sums run over k in ascending order whatever rows are
+// beside it.
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define WGMMA 1
+#else
+#define WGMMA 0
+#endif
+
+const int TILE_M = 256, TILE_N = 128, STEP = 64, THREADS = 256;
+const int A_BYTES = TILE_M * STEP * 2, B_BYTES = TILE_N * STEP * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+
+enum Then { STORE, ADD, SCALE, GATED, PAIRS };
+
+/// Rows of one expert's pairs: a tile of a grouped product.
+struct Tile {
+    int first;  // of the sorted pairs
+    int rows;   // at most TILE_M
+    int matrix; // of b: the expert's place in the list
+    int unused;
+};
+
+struct Gemm {
+    const u16 *a;        // [m or rows that pairs name, k]
+    const u16 *b;        // [matrices][n, k]; GATED: [2 n, k], gate rows first
+    void *out;           // STORE, ADD, SCALE: f32; GATED, PAIRS: bf16
+    const float *scale;  // SCALE: of each row; PAIRS: of each pair
+    const u32 *pairs;    // sorted pairs, for grouped products
+    const Tile *tiles;   // of grouped products
+    const int *count;    // of tiles
+    long matrix;         // numbers from one matrix of b to the next
+    int m, n, k;
+    int a_stride, out_stride;
+    int used;            // pairs of a row
+    // Instead of b, of a grouped product of blocks: gate and up (or down) of expert 0, bytes to the next expert's,
+    // and the experts that tiles name.
+    const u8 *blocks[2];
+    long strides[2];
+    const u32 *list;
+};
+
+#if WGMMA
+
+/// The descriptor of a swizzled tile: rows of 128 bytes, groups of eight rows 1024 bytes apart.
+DEVICE u64 descriptor(u32 address) { return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+
+/// c += a · b over 16 of k: a [64, 16], b [128, 16] in shared memory.
+DEVICE void multiply_tile(float c[64], u64 a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, 1, 1, 1, 0, 0;"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
+          "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
+          "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
+          "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]),
+          "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]),
+          "+f"(c[40]), "+f"(c[41]), "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]),
+          "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]),
+          "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])
+        : "l"(a), "l"(b));
+}
+
+DEVICE void products_begin() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+/// One step of BLOCKS blocks of rows.
+template <int BLOCKS> DEVICE void products(float c[BLOCKS][64], u32 stage, int group) {
+    u64 b = descriptor(stage + A_BYTES);
+#pragma unroll
+    for (int part = 0; part < STEP / 16; part++) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            u64 a = descriptor(stage + (group + 2 * i) * 64 * 128);
+            multiply_tile(c[i], a + 2 * part, b + 2 * part);
+        }
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/// Waits until at most N steps' products are in flight.
+template <int N> DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+#else
+
+DEVICE void products_begin() { __syncthreads(); }
+
+template <int BLOCKS> DEVICE void products(float c[BLOCKS][64], u32 stage, int group) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    for (int part = 0; part < STEP / 16; part++) {
+        u32 a[BLOCKS][4];
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            int row = (group + 2 * i) * 64 + warp * 16 + lane % 16, chunk = part * 2 + lane / 16;
+            load_matrices(a[i], stage + row * 128 + (chunk ^ row % 8) * 16);
+        }
+#pragma unroll
+        for (int j = 0; j < TILE_N / 16; j++) {
+            u32 b[4];
+            int row = j * 16 + lane % 8 + lane / 16 * 8, chunk = part * 2 + lane / 8 % 2;
+            load_matrices(b, stage + A_BYTES + row * 128 + (chunk ^ row % 8) * 16);
+#pragma unroll
+            for (int i = 0; i < BLOCKS; i++) {
+                multiply_bf16(c[i] + 8 * j, a[i], b[0], b[1]);
+                multiply_bf16(c[i] + 8 * j + 4, a[i], b[2], b[3]);
+            }
+        }
+    }
+}
+
+template <int N> DEVICE void products_wait() {}
+
+#endif
+
+/// Where a thread's copies come from: chunk threadIdx.x % 8 of every 32nd row.
+struct Sources {
+    const u16 *a[TILE_M / 32];
+    const u16 *b[TILE_N / 32];
+    u32 a_valid, b_valid;
+};
+
+#ifdef TYPE
+
+const bool BLOCKS_OF_TYPE = true;
+const int SPAN = 256;                                            // weights
+const int SPAN_BYTES = SPAN / TYPE::LEN * TYPE::BYTES;
+const int WINDOW = (SPAN_BYTES + 15 + 15) / 16 * 16;             // bytes copied of a row: whole 16-byte words around a span
+const int SPANS_AT = STAGES * STAGE_BYTES, SPANS = TILE_N * WINDOW; // where in shared memory, and bytes of one buffer
+
+/// Blocks of the rows of a tile of b.
+struct Blocks {
+    const u8 *first[2]; // of the rows of both halves of the tile
+    long row_bytes;
+    int most[2];        // last row of each half
+};
+
+template <Then THEN> DEVICE Blocks blocks(const Gemm &p, const Tile &tile, int first_n) {
+    u32 expert = p.list[tile.matrix];
+    Blocks out;
+    out.row_bytes = (long)(p.k / TYPE::LEN) * TYPE::BYTES;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int m = THEN == GATED ? half : 0, n = first_n + (THEN == GATED ? 0 : half * TILE_N / 2);
+        out.first[half] = p.blocks[m] + expert * p.strides[m] + n * out.row_bytes;
+        out.most[half] = max(p.n - 1 - n, -n);
+    }
+    return out;
+}
+
+/// Where the blocks of a row of the tile begin, from number `k` on. Rows beyond the end repeat the last one.
+DEVICE const u8 *block_row(const Blocks &from, int row, int k) {
+    bool second = row >= TILE_N / 2;
+    int local = min(row % (TILE_N / 2), second ? from.most[1] : from.most[0]);
+    return (second ? from.first[1] : from.first[0]) + local * from.row_bytes + k / SPAN * SPAN_BYTES;
+}
+
+/// Copies the span that begins at k.
+DEVICE void fill_span(const Blocks &from, u32 shared, int k) {
+    u32 to = shared + SPANS_AT + k / SPAN % 2 * SPANS;
+    const int WORDS = WINDOW / 16;
+    for (int i = threadIdx.x; i < TILE_N * WORDS; i += THREADS) {
+        const u8 *at = (const u8 *)((u64)block_row(from, i / WORDS, k) & ~15ull);
+        copy_16(to + i * 16, at + i % WORDS * 16, true);
+    }
+}
+
+/// Decodes the numbers k .. k + 64 of the tile of b; zeros from `end` on.
+DEVICE void fill_decoded(const Blocks &from, const u8 *shared, u32 stage, int k, int end) {
+    int row = threadIdx.x / 2, half = threadIdx.x % 2;
+    u32 misaligned = (u32)(u64)block_row(from, row, k) & 15;
+    const u8 *span = shared + SPANS_AT + k / SPAN % 2 * SPANS + row * WINDOW + misaligned;
+    u32 run = (u32)k % SPAN / 32 + half;
+    bool inside = k + half * 32 < end;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        float w[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+        u32 group = run * 4 + i;
+        if (inside) TYPE::decode(span + group / (TYPE::LEN / 8) * TYPE::BYTES, group % (TYPE::LEN / 8), w);
+        u32 at = stage + A_BYTES + row * 128 + ((half * 4 + i) ^ row % 8) * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(bf16_pair(w[0], w[1])),
+                     "r"(bf16_pair(w[2], w[3])), "r"(bf16_pair(w[4], w[5])), "r"(bf16_pair(w[6], w[7]))
+                     : "memory");
+    }
+}
+
+#else
+
+const bool BLOCKS_OF_TYPE = false;
+const int SPAN = 1 << 30;
+struct Blocks {};
+template <Then THEN> DEVICE Blocks blocks(const Gemm &, const Tile &, int) { return Blocks(); }
+DEVICE void fill_span(const Blocks &, u32, int) {}
+DEVICE void fill_decoded(const Blocks &, const u8 *, u32, int, int) {}
+
+#endif
+
+/// Fills a stage with the numbers k .. k + 64; zeros where there are none.
+DEVICE void fill(const Sources &from, const Blocks &coded, const u8 *shared, u32 stage, int k, int end) {
+    int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+    bool inside = k + chunk * 8 < end;
+    u32 to = stage + row * 128 + (chunk ^ row % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < TILE_M / 32; i++) copy_16(to + i * 32 * 128, from.a[i] + k, inside && from.a_valid >> i & 1);
+    if (BLOCKS_OF_TYPE) {
+        if (k % SPAN == 0 && k + SPAN < end) fill_span(coded, shared_address(shared), k + SPAN);
+    } else {
+#pragma unroll
+        for (int i = 0; i < TILE_N / 32; i++) {
+            copy_16(to + A_BYTES + i * 32 * 128, from.b[i] + k, inside && from.b_valid >> i & 1);
+        }
+    }
+    copies_commit();
+    if (BLOCKS_OF_TYPE) fill_decoded(coded, shared, stage, k, end);
+}
+
+/// The place of a row of the tile of a grouped product.
+DEVICE u32 pair_at(const Gemm &p, const Tile &tile, int row) { return p.pairs[tile.first + row]; }
+
+template <Then THEN, bool GROUPED> DEVICE void sources(Sources &from, const Gemm &p, const Tile &tile, int first_n) {
+    int chunk = threadIdx.x % 8;
+    const u16 *b = p.b + tile.matrix * p.matrix;
+    from.a_valid = from.b_valid = 0;
+#pragma unroll
+    for (int i = 0; i < TILE_M / 32; i++) {
+        int row = threadIdx.x / 8 + 32 * i;
+        bool valid = row < tile.rows;
+        long at = tile.first + (valid ? row : 0);
+        if (GROUPED && THEN == GATED) at = valid ? pair_at(p, tile, row) / p.used : 0;
+        from.a[i] = p.a + at * p.a_stride + chunk * 8;
+        from.a_valid |= (u32)valid << i;
+    }
+    if (BLOCKS_OF_TYPE) return;
+#pragma unroll
+    for (int i = 0; i < TILE_N / 32; i++) {
+        int row = threadIdx.x / 8 + 32 * i;
+        // GATED: half of the tile is gate rows, the other half the up rows of the same columns.
+        int n = THEN == GATED ? first_n + row % (TILE_N / 2) : first_n + row;
+        bool valid = n < p.n;
+        if (THEN == GATED && row >= TILE_N / 2) n += p.n;
+        from.b[i] = b + (long)(valid ? n : 0) * p.k + chunk * 8;
+        from.b_valid |= (u32)valid << i;
+    }
+}
+
+/// What becomes of two neighbouring sums of a row.
+template <Then THEN, bool GROUPED>
+DEVICE void finish(const Gemm &p, const Tile &tile, int row, int n, float x, float y) {
+    long at = tile.first + row;
+    if (THEN == PAIRS) {
+        u32 pair = pair_at(p, tile, row);
+        float scale = p.scale[pair];
+        u16 *to = (u16 *)p.out + (long)pair * p.out_stride + n;
+        if (n + 1 < p.n) *(u32 *)to = bf16_pair(x * scale, y * scale);
+        else *to = bf16(x * scale);
+        return;
+    }
+    float *to = (float *)p.out + at * p.out_stride + n;
+    float scale = THEN == SCALE ? p.scale[at] : 1.0f;
+    if (THEN == ADD) {
+        to[0] += x;
+        if (n + 1 < p.n) to[1] += y;
+    } else {
+        to[0] = x * scale;
+        if (n + 1 < p.n) to[1] = y * scale;
+    }
+}
+
+template <Then THEN, bool GROUPED, int BLOCKS> DEVICE void tile_of(const Gemm &p, const Tile &tile, int first_n) {
+    extern __shared__ __align__(1024) u8 shared[];
+    u32 base = shared_address(shared);
+    int group = threadIdx.x / 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    Sources from;
+    sources<THEN, GROUPED>(from, p, tile, first_n);
+    Blocks coded = blocks<THEN>(p, tile, first_n);
+    float c[BLOCKS][64];
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) {
+#pragma unroll
+        for (int j = 0; j < 64; j++) c[i][j] = 0.0f;
+    }
+    int steps = (p.k + STEP - 1) / STEP;
+    if (BLOCKS_OF_TYPE) {
+        fill_span(coded, base, 0);
+        copies_commit();
+        copies_wait<0>();
+        __syncthreads();
+    }
+    for (int s = 0; s < STAGES - 2; s++) {
+        if (s < steps) fill(from, coded, shared, base + s * STAGE_BYTES, s * STEP, p.k);
+        else copies_commit();
+    }
+    for (int s = 0; s < steps; s++) {
+        copies_wait<STAGES - 3>();
+        // After this barrier everybody's products of step s - 2 are done: its buffer is free.
+        products_begin();
+        products<BLOCKS>(c, base + s % STAGES * STAGE_BYTES, group);
+        int next = s + STAGES - 2;
+        if (next < steps) fill(from, coded, shared, base + next % STAGES * STAGE_BYTES, next * STEP, p.k);
+        else copies_commit();
+        products_wait<1>();
+    }
+    products_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int row = (group + 2 * i) * 64 + warp * 16 + half * 8 + lane / 4;
+            if (row >= tile.rows) continue;
+            if (THEN == GATED) {
+#pragma unroll
+                for (int j = 0; j < TILE_N / 16; j++) {
+                    int n = first_n + j * 8 + lane % 4 * 2;
+                    const float *gate = c[i] + 4 * j + 2 * half, *up = gate + 32;
+                    float x = silu(gate[0]) * up[0], y = silu(gate[1]) * up[1];
+                    u16 *to = (u16 *)p.out + (long)(tile.first + row) * p.out_stride + n;
+                    if (n + 1 < p.n) *(u32 *)to = bf16_pair(x, y);
+                    else if (n < p.n) *to = bf16(x);
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < TILE_N / 8; j++) {
+                    int n = first_n + j * 8 + lane % 4 * 2;
+                    const float *sum = c[i] + 4 * j + 2 * half;
+                    if (n < p.n) finish<THEN, GROUPED>(p, tile, row, n, sum[0], sum[1]);
+                }
+            }
+        }
+    }
+}
+
+/// Tiles of 256 rows, or of an expert's pairs; blocks of the grid take them in turns.
+template <Then THEN, bool GROUPED> DEVICE void gemm(const Gemm &p) {
+    const int WIDTH = THEN == GATED ? TILE_N / 2 : TILE_N;
+    int columns = (p.n + WIDTH - 1) / WIDTH;
+    int rows = GROUPED ? *p.count : (p.m + TILE_M - 1) / TILE_M;
+    for (long t = blockIdx.x; t < (long)rows * columns; t += gridDim.x) {
+        // Dense: neighbouring blocks share columns of b; grouped: rows of a.
+        int r = (int)(GROUPED ? t / columns : t % rows), first_n = (int)(GROUPED ? t % columns : t / rows) * WIDTH;
+        Tile tile;
+        if (GROUPED) {
+            tile = p.tiles[r];
+        } else {
+            tile.first = r * TILE_M;
+            tile.rows = min(TILE_M, p.m - tile.first);
+            tile.matrix = 0;
+        }
+        bool second = (threadIdx.x / 128 + 2) * 64 < tile.rows;
+        if (second) tile_of<THEN, GROUPED, 2>(p, tile, first_n);
+        else tile_of<THEN, GROUPED, 1>(p, tile, first_n);
+    }
+}
+
+#define ROWS KERNEL __launch_bounds__(THREADS, 1)
+
+#ifndef TYPE
+
+/// out = a bᵀ.
+ROWS void gemm_store(__grid_constant__ const Gemm p) { gemm<STORE, false>(p); }
+
+/// out += a bᵀ.
+ROWS void gemm_add(__grid_constant__ const Gemm p) { gemm<ADD, false>(p); }
+
+/// out = scale · a bᵀ.
+ROWS void gemm_scale(__grid_constant__ const Gemm p) { gemm<SCALE, false>(p); }
+
+/// out = SiLU(a gateᵀ) ⊙ (a upᵀ), as bf16.
+ROWS void gemm_gated(__grid_constant__ const Gemm p) { gemm<GATED, false>(p); }
+
+#endif
+
+/// The same for the pairs of experts: a's rows are those of the pairs, out's are sorted.
+ROWS void gemm_experts_gated(__grid_constant__ const Gemm p) { gemm<GATED, true>(p); }
+
+/// out[pair] = weight · a bᵀ, as bf16: a's rows are sorted.
+ROWS void gemm_experts_down(__grid_constant__ const Gemm p) { gemm<PAIRS, true>(p); }

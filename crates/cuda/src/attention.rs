@@ -1,0 +1,175 @@
+//! Stages `attn.project`, `attn.mix`, `attn.out`: a gated attention layer.
+
+use std::ops::Range;
+
+use cudarc::driver::DriverError;
+use model::{AttentionWeights, GRID, Mixer};
+
+use crate::Cuda;
+use crate::linear::{Rows, Then};
+use crate::open::{Open, attention_columns};
+use crate::weights::Matrix;
+
+type Done = Result<(), DriverError>;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Shape {
+    heads: i32,
+    kv_heads: i32,
+    layer: i32,
+    stride: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Rotations {
+    positions: u64,
+    out: u64,
+    base: f64,
+    rows: i32,
+    dims: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Prepare {
+    shape: Shape,
+    projected: u64,
+    rotations: u64,
+    query_norm: u64,
+    key_norm: u64,
+    pages: u64,
+    positions: u64,
+    eps: f32,
+    dims: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Mix {
+    shape: Shape,
+    projected: u64,
+    pages: u64,
+    out: u64,
+    rows: i32,
+    position: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Single {
+    shape: Shape,
+    projected: u64,
+    pages: u64,
+    positions: u64,
+    partial: u64,
+    out: u64,
+    blocks: i32,
+}
+
+impl Cuda {
+    fn attention_weights(&self, layer: usize) -> AttentionWeights<Matrix, u64> {
+        match &self.weights.dense.layers[layer].mixer {
+            Mixer::Attention(weights) => weights.clone(),
+            Mixer::Delta(_) => panic!("an attention stage was called for a DeltaNet layer"),
+        }
+    }
+
+    fn attention_shape(&self, layer: usize) -> Shape {
+        let spec = &self.model.spec;
+        Shape {
+            heads: spec.attention.heads as i32,
+            kv_heads: spec.attention.kv_heads as i32,
+            layer: spec.ordinal(layer) as i32,
+            stride: attention_columns(spec) as i32,
+        }
+    }
+
+    /// Angles of the rows of a pass, once for all layers.
+    pub(crate) fn rotations(&self, open: &Open) -> Done {
+        let spec = &self.model.spec.attention;
+        let p = Rotations {
+            positions: open.tables.positions,
+            out: open.buffers.rotations.at(),
+            base: spec.rope_base,
+            rows: open.pass.rows() as i32,
+            dims: spec.rope_dims as i32,
+        };
+        self.device.launch(&self.kernels.attn_rotations, (open.pass.rows(), 1, 1), 32, 0, &p)
+    }
+
+    pub(crate) fn attn_project_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
+        let x = self.mixer_input(open, layer, &rows)?;
+        let weights = self.attention_weights(layer);
+        let matrices = [weights.query, weights.gate, weights.key, weights.value];
+        let projected = open.buffers.projected.at();
+        let out = (projected, attention_columns(&self.model.spec));
+        self.linear(open.single, &matrices, x, out, Then::Store)?;
+        let spec = &self.model.spec;
+        let attention = &spec.attention;
+        let p = Prepare {
+            shape: self.attention_shape(layer),
+            projected,
+            rotations: open.buffers.rotations.at() + 4 * (rows.start * attention.rope_dims) as u64,
+            query_norm: weights.query_norm,
+            key_norm: weights.key_norm,
+            pages: open.tables.row_pages + 8 * rows.start as u64,
+            positions: open.tables.positions + 4 * rows.start as u64,
+            eps: spec.rms_eps,
+            dims: attention.rope_dims as i32,
+        };
+        let grid = (attention.heads + 2 * attention.kv_heads, rows.len(), 1);
+        self.device.launch(&self.kernels.attn_prepare, grid, attention.head_dim, 0, &p)
+    }
+
+    pub(crate) fn attn_mix_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
+        if open.single {
+            return self.attn_mix_single(open, layer, rows);
+        }
+        let (attention, shape) = (&self.model.spec.attention, self.attention_shape(layer));
+        let (queries, stride) = (attention.query_dim(), shape.stride as usize);
+        for (index, part) in open.pass.runs_in(rows.clone()) {
+            let first = part.start - rows.start;
+            let p = Mix {
+                shape,
+                projected: open.buffers.projected.at() + 4 * (first * stride) as u64,
+                pages: open.tables.run_pages[index],
+                out: open.buffers.mixed.at() + 2 * (first * queries) as u64,
+                rows: part.len() as i32,
+                position: open.pass.runs[index].position(part.start) as i32,
+            };
+            let grid = (attention.heads, part.len().div_ceil(GRID), 1);
+            let shared = 3 * GRID * attention.head_dim * 2;
+            self.device.launch(&self.kernels.attn_mix, grid, 128, shared, &p)?;
+        }
+        Ok(())
+    }
+
+    fn attn_mix_single(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
+        let attention = self.model.spec.attention;
+        let longest = open.pass.runs[rows.clone()].iter().map(|run| run.start).max().unwrap_or(0);
+        let blocks = longest / GRID + 1;
+        let bytes = 4 * rows.len() * attention.heads * blocks * (attention.head_dim + 2);
+        let p = Single {
+            shape: self.attention_shape(layer),
+            projected: open.buffers.projected.at(),
+            pages: open.tables.row_pages + 8 * rows.start as u64,
+            positions: open.tables.positions + 4 * rows.start as u64,
+            partial: self.scratch.partial.take(&self.device, bytes)?,
+            out: open.buffers.mixed.at(),
+            blocks: blocks as i32,
+        };
+        let grid = (blocks, attention.kv_heads, rows.len());
+        self.device.launch(&self.kernels.attn_single, grid, 256, 0, &p)?;
+        let grid = (attention.heads, rows.len(), 1);
+        self.device.launch(&self.kernels.attn_join, grid, attention.head_dim, 0, &p)
+    }
+
+    pub(crate) fn attn_out_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
+        let (out, hidden) = (self.attention_weights(layer).out, self.model.spec.hidden);
+        let to = open.buffers.hidden.at() + 4 * (rows.start * hidden) as u64;
+        let x = Rows { at: open.buffers.mixed.at(), count: rows.len() };
+        self.linear(open.single, &[out], x, (to, hidden), Then::Add)
+    }
+}

@@ -1,0 +1,296 @@
+//! The driver's functions this backend uses: memory, kernels, events, all on one stream.
+
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUdevice_attribute_enum as Attribute, CUfunction_attribute_enum};
+use cudarc::driver::{DriverError, result};
+
+use crate::error::{Error, Result};
+
+/// A GPU, its context and the one stream all work goes to.
+pub(crate) struct Device {
+    ordinal: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    pub(crate) name: String,
+    /// Compute capability.
+    pub(crate) capability: (i32, i32),
+    /// Multiprocessors.
+    pub(crate) processors: u32,
+    /// Largest dynamic shared memory of a block, bytes.
+    pub(crate) shared: usize,
+}
+
+// SAFETY: handles of the driver may be used from any thread; `bind` makes the context current on it.
+unsafe impl Send for Device {}
+// SAFETY: as above; the driver locks its own data.
+unsafe impl Sync for Device {}
+
+pub(crate) fn failed(call: &'static str) -> impl FnOnce(DriverError) -> Error {
+    move |source| Error::Driver { call, source }
+}
+
+impl Device {
+    /// GPU number `ordinal`, of those the driver shows.
+    pub(crate) fn open(ordinal: i32) -> Result<Arc<Device>> {
+        // SAFETY: probes for the library, before anything of it is called.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(Error::NoDriver);
+        }
+        result::init().map_err(|error| Error::NoDevice(error.to_string()))?;
+        let device = result::device::get(ordinal).map_err(|error| Error::NoDevice(error.to_string()))?;
+        let attribute = |which| {
+            // SAFETY: `device` is one the driver gave.
+            unsafe { result::device::get_attribute(device, which) }
+                .map_err(failed("asking for the GPU's attributes"))
+        };
+        let name = result::device::get_name(device).map_err(failed("asking for the GPU's name"))?;
+        let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        if major < 8 {
+            return Err(Error::TooOld { name, major, minor });
+        }
+        let processors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+        let shared = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
+        // SAFETY: as above; released when the device is dropped.
+        let context =
+            unsafe { result::primary_ctx::retain(device) }.map_err(failed("taking the GPU's context"))?;
+        // SAFETY: just retained.
+        unsafe { result::ctx::set_current(context) }.map_err(failed("entering the GPU's context"))?;
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking)
+            .map_err(failed("making a stream"))?;
+        Ok(Arc::new(Device {
+            ordinal: device,
+            context,
+            stream,
+            name,
+            capability: (major, minor),
+            processors,
+            shared,
+        }))
+    }
+
+    /// Makes the context current on this thread; every other function needs that.
+    pub(crate) fn bind(&self) -> std::result::Result<(), DriverError> {
+        // SAFETY: the context lives as long as the device.
+        unsafe { result::ctx::set_current(self.context) }
+    }
+
+    /// Bytes of memory that are free.
+    pub(crate) fn free_memory(&self) -> Result<usize> {
+        Ok(result::mem_get_info().map_err(failed("asking for free memory"))?.0)
+    }
+
+    /// Waits for everything enqueued.
+    pub(crate) fn wait(&self) -> std::result::Result<(), DriverError> {
+        // SAFETY: the stream lives as long as the device.
+        unsafe { result::stream::synchronize(self.stream) }
+    }
+
+    /// Enqueues a kernel with one parameter, a structure of the kernel's layout.
+    pub(crate) fn launch<P: Copy>(
+        &self,
+        function: &Function,
+        grid: (usize, usize, usize),
+        block: usize,
+        shared: usize,
+        parameters: &P,
+    ) -> std::result::Result<(), DriverError> {
+        if grid.0 == 0 || grid.1 == 0 || grid.2 == 0 {
+            return Ok(());
+        }
+        let mut list = [std::ptr::from_ref(parameters).cast::<c_void>().cast_mut()];
+        let grid = (grid.0 as u32, grid.1 as u32, grid.2 as u32);
+        // SAFETY: the parameter has the layout the kernel declares, and its pointers lie in buffers of this
+        // backend; the driver copies it before it returns.
+        unsafe {
+            result::launch_kernel(
+                function.0,
+                grid,
+                (block as u32, 1, 1),
+                shared as u32,
+                self.stream,
+                &mut list,
+            )
+        }
+    }
+
+    /// Enqueues a fill with zeros.
+    pub(crate) fn zero(&self, at: u64, bytes: usize) -> std::result::Result<(), DriverError> {
+        // SAFETY: callers name parts of living buffers.
+        unsafe { result::memset_d8_async(at, 0, bytes, self.stream) }
+    }
+
+    /// Enqueues a copy inside the GPU's memory.
+    pub(crate) fn copy(&self, from: u64, to: u64, bytes: usize) -> std::result::Result<(), DriverError> {
+        // SAFETY: callers name parts of living buffers.
+        unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream) }
+    }
+
+    /// Copies numbers to the GPU, after everything enqueued; `from` may be reused at once.
+    pub(crate) fn upload<T: Copy>(&self, from: &[T], to: u64) -> std::result::Result<(), DriverError> {
+        if from.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: callers name parts of living buffers. From pageable memory the driver copies before it returns.
+        unsafe { result::memcpy_htod_async(to, from, self.stream) }
+    }
+
+    /// Copies numbers from the GPU, after everything enqueued. Waits.
+    pub(crate) fn download<T: Copy + Default>(
+        &self,
+        from: u64,
+        len: usize,
+    ) -> std::result::Result<Vec<T>, DriverError> {
+        let mut out = vec![T::default(); len];
+        if len > 0 {
+            // SAFETY: as above; the wait keeps `out` in place until it is filled.
+            unsafe { result::memcpy_dtoh_async(&mut out, from, self.stream) }?;
+        }
+        self.wait()?;
+        Ok(out)
+    }
+
+    /// Memory that is not initialised.
+    pub(crate) fn allocate(self: &Arc<Device>, bytes: usize) -> std::result::Result<Buffer, DriverError> {
+        // SAFETY: freed when the buffer is dropped. Copies of blocks read some words beyond the end of weights.
+        let at = unsafe { result::malloc_sync(bytes + 1024) }?;
+        Ok(Buffer { at, bytes, device: self.clone() })
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // Nothing can be done about a failure here.
+        let _ = self.bind();
+        // SAFETY: all buffers and modules hold the device and are gone; both handles are ours.
+        unsafe {
+            let _ = result::stream::destroy(self.stream);
+            let _ = result::primary_ctx::release(self.ordinal);
+        }
+    }
+}
+
+/// Memory of the GPU.
+pub(crate) struct Buffer {
+    pub(crate) at: u64,
+    pub(crate) bytes: usize,
+    device: Arc<Device>,
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let _ = self.device.bind();
+        // SAFETY: allocated by us; the driver waits for kernels that use it.
+        let _ = unsafe { result::free_sync(self.at) };
+    }
+}
+
+/// Memory that grows to what is asked of it; its contents do not survive that.
+#[derive(Default)]
+pub(crate) struct Room(Option<Buffer>);
+
+impl Room {
+    /// The address of at least `bytes` bytes.
+    pub(crate) fn take(
+        &mut self,
+        device: &Arc<Device>,
+        bytes: usize,
+    ) -> std::result::Result<u64, DriverError> {
+        if self.0.as_ref().is_none_or(|buffer| buffer.bytes < bytes) {
+            self.0 = None;
+            let buffer = device.allocate(bytes)?;
+            // Numbers that were never written must at least be finite.
+            device.zero(buffer.at, bytes)?;
+            self.0 = Some(buffer);
+        }
+        Ok(self.at())
+    }
+
+    /// Its address; 0 before anything was taken.
+    pub(crate) fn at(&self) -> u64 {
+        self.0.as_ref().map_or(0, |buffer| buffer.at)
+    }
+}
+
+/// A compiled kernel; lives as long as its module.
+#[derive(Clone, Copy)]
+pub(crate) struct Function(sys::CUfunction);
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Function {}
+// SAFETY: as for `Device`.
+unsafe impl Sync for Function {}
+
+/// Compiled kernels on the GPU.
+pub(crate) struct Module {
+    module: sys::CUmodule,
+    device: Arc<Device>,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Module {}
+
+impl Module {
+    /// Loads a cubin.
+    pub(crate) fn load(device: &Arc<Device>, cubin: &[u8]) -> std::result::Result<Module, DriverError> {
+        // SAFETY: the image is read during the call; the driver checks it.
+        let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }?;
+        Ok(Module { module, device: device.clone() })
+    }
+
+    /// The kernel called `name`, allowed to use as much shared memory as a block can have.
+    pub(crate) fn function(&self, name: &str) -> std::result::Result<Function, DriverError> {
+        let text = CString::new(name).expect("names of kernels hold no zero");
+        // SAFETY: the module is loaded.
+        let function = unsafe { result::module::get_function(self.module, text) }?;
+        let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+        // SAFETY: just found.
+        let used = unsafe { result::function::get_function_attribute(function, attribute) }?;
+        let most = self.device.shared as i32 - used;
+        let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: just found.
+        unsafe { result::function::set_function_attribute(function, attribute, most) }?;
+        Ok(Function(function))
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        let _ = self.device.bind();
+        // SAFETY: loaded by us; whoever holds its functions holds the module.
+        let _ = unsafe { result::module::unload(self.module) };
+    }
+}
+
+/// A point on the stream.
+pub(crate) struct Event {
+    event: sys::CUevent,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// A point behind everything enqueued.
+    pub(crate) fn record(device: &Device) -> std::result::Result<Event, DriverError> {
+        let event = Event { event: result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)? };
+        // SAFETY: both are alive.
+        unsafe { result::event::record(event.event, device.stream) }?;
+        Ok(event)
+    }
+
+    /// Milliseconds of the GPU from `self` to `end`, both of which have passed.
+    pub(crate) fn until(&self, end: &Event) -> std::result::Result<f32, DriverError> {
+        // SAFETY: both are alive.
+        unsafe { result::event::elapsed(self.event, end.event) }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made by us.
+        let _ = unsafe { result::event::destroy(self.event) };
+    }
+}

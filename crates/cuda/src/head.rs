@@ -1,0 +1,125 @@
+//! Stages `embed` and `head`; norms of rows, which every layer begins with.
+
+use std::ops::Range;
+
+use cudarc::driver::DriverError;
+use half::bf16;
+use model::Matrix;
+
+use crate::linear::{Rows, Then};
+use crate::open::Open;
+use crate::{Cuda, weights};
+
+type Done = Result<(), DriverError>;
+
+/// Parameters of `embed`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Embed {
+    table: u64,
+    tokens: u64,
+    out: u64,
+    cols: i32,
+}
+
+/// Parameters of `rms_norm`; addresses of what is not wanted are 0.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub(crate) struct Norm {
+    pub(crate) x: u64,
+    pub(crate) index: u64,
+    pub(crate) weight: u64,
+    pub(crate) out: u64,
+    pub(crate) rounded: u64,
+    pub(crate) split: u64,
+    pub(crate) dot: u64,
+    pub(crate) share: u64,
+    pub(crate) cols: i32,
+    pub(crate) eps: f32,
+}
+
+impl Cuda {
+    pub(crate) fn embed_rows(&self, open: &Open, rows: Range<usize>) -> Done {
+        let weights::Matrix { ty, cols, at, .. } = self.weights.embedding;
+        let p = Embed {
+            table: at,
+            tokens: open.tables.tokens + 4 * rows.start as u64,
+            out: open.buffers.hidden.at() + 4 * (rows.start * cols) as u64,
+            cols: cols as i32,
+        };
+        self.device.launch(&self.kernels.of(ty).embed, (rows.len(), 1, 1), 128, 0, &p)
+    }
+
+    /// Norms of `count` rows.
+    pub(crate) fn norm(&self, count: usize, p: Norm) -> Done {
+        let spec = &self.model.spec;
+        let p = Norm { cols: spec.hidden as i32, eps: spec.rms_eps, ..p };
+        self.device.launch(&self.kernels.rms_norm, (count, 1, 1), 256, 0, &p)
+    }
+
+    /// The input of a layer's projections: norms of `rows` of the residual stream.
+    pub(crate) fn mixer_input(
+        &self,
+        open: &Open,
+        layer: usize,
+        rows: &Range<usize>,
+    ) -> Result<Rows, DriverError> {
+        let offset = (rows.start * self.model.spec.hidden) as u64;
+        let (out, rounded) = (open.buffers.norm.at() + 4 * offset, open.buffers.rounded.at() + 2 * offset);
+        let p = Norm {
+            x: open.buffers.hidden.at() + 4 * offset,
+            weight: self.weights.dense.layers[layer].norm,
+            out: if open.single { out } else { 0 },
+            rounded: if open.single { 0 } else { rounded },
+            ..Norm::default()
+        };
+        self.norm(rows.len(), p)?;
+        Ok(Rows { at: if open.single { out } else { rounded }, count: rows.len() })
+    }
+
+    pub(crate) fn head_rows(&mut self, open: &mut Open) -> Done {
+        let (spec, device) = (&self.model.spec, self.device.clone());
+        let (logits, hidden) = (open.pass.logits.len(), open.pass.hidden.len());
+        let buffers = &mut open.buffers;
+        let norm = Norm { x: buffers.hidden.at(), weight: self.weights.dense.output_norm, ..Norm::default() };
+        if hidden > 0 {
+            let out = buffers.wanted.take(&device, 4 * hidden * spec.hidden)?;
+            self.norm(hidden, Norm { index: open.tables.hidden, out, ..norm })?;
+        }
+        if logits == 0 {
+            return Ok(());
+        }
+        let out = buffers.last.take(&device, 4 * logits * spec.hidden)?;
+        let rounded = buffers.last_rounded.take(&device, 2 * logits * spec.hidden)?;
+        let to = buffers.logits.take(&device, 4 * logits * spec.vocab)?;
+        self.norm(logits, Norm { index: open.tables.logits, out, rounded, ..norm })?;
+        let x = Rows { at: if open.single { out } else { rounded }, count: logits };
+        let (output, stride) = (self.weights.dense.output, spec.vocab);
+        self.linear(open.single, &[output], x, (to, stride), Then::Store)
+    }
+
+    /// f32 rows of the GPU: `count` rows of `cols` columns that lie `stride` apart.
+    pub(crate) fn read_rows(
+        &self,
+        at: u64,
+        stride: usize,
+        count: usize,
+        cols: usize,
+    ) -> Result<Matrix, DriverError> {
+        let all: Vec<f32> =
+            self.device.download(at, if count == 0 { 0 } else { (count - 1) * stride + cols })?;
+        let data = if stride == cols {
+            all
+        } else {
+            (0..count).flat_map(|row| all[row * stride..][..cols].iter().copied()).collect()
+        };
+        Ok(Matrix { rows: count, cols, data })
+    }
+
+    /// bf16 rows of the GPU, one after the other.
+    pub(crate) fn read_rounded(&self, at: u64, count: usize, cols: usize) -> Result<Matrix, DriverError> {
+        let all: Vec<u16> = self.device.download(at, count * cols)?;
+        let data = all.iter().map(|&bits| bf16::from_bits(bits).to_f32()).collect();
+        Ok(Matrix { rows: count, cols, data })
+    }
+}

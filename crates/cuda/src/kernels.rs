@@ -1,0 +1,206 @@
+//! The kernels, compiled and on the GPU.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use model::{KvType, Model, Spec};
+use quant::Type;
+
+use crate::compile;
+use crate::driver::{Device, Function, Module, failed};
+use crate::error::Result;
+use crate::sources::{Source, Target, expert_stages};
+
+/// Kernels that touch weights of one type.
+pub(crate) struct WeightKernels {
+    pub(crate) decode_f32: Function,
+    pub(crate) decode_bf16: Function,
+    pub(crate) decode_experts: Function,
+    pub(crate) decode_split: Function,
+    pub(crate) embed: Function,
+    pub(crate) gemv_1: Function,
+    pub(crate) gemv_4: Function,
+    pub(crate) expert_dot: Function,
+    pub(crate) expert_down: Function,
+}
+
+/// Products of the pairs of experts with blocks of one type.
+#[derive(Clone, Copy)]
+pub(crate) struct ExpertKernels {
+    pub(crate) gated: Function,
+    pub(crate) down: Function,
+    /// Bytes of shared memory.
+    pub(crate) shared: usize,
+}
+
+/// Every kernel of a model.
+pub(crate) struct Kernels {
+    pub(crate) gemm_store: Function,
+    pub(crate) gemm_add: Function,
+    pub(crate) gemm_scale: Function,
+    pub(crate) gemm_gated: Function,
+    pub(crate) gemm_experts_gated: Function,
+    pub(crate) gemm_experts_down: Function,
+    pub(crate) rms_norm: Function,
+    pub(crate) gated: Function,
+    pub(crate) route: Function,
+    pub(crate) group_starts: Function,
+    pub(crate) group_pairs: Function,
+    pub(crate) group_tiles: Function,
+    pub(crate) sum_pairs: Function,
+    pub(crate) delta_convolve: Function,
+    pub(crate) delta_window: Function,
+    pub(crate) delta_prepare: Function,
+    pub(crate) delta_scan: Function,
+    pub(crate) delta_tail: Function,
+    pub(crate) delta_single: Function,
+    pub(crate) attn_rotations: Function,
+    pub(crate) attn_prepare: Function,
+    pub(crate) attn_mix: Function,
+    pub(crate) attn_single: Function,
+    pub(crate) attn_join: Function,
+    weights: BTreeMap<Type, WeightKernels>,
+    experts: BTreeMap<Type, ExpertKernels>,
+    /// Keeps the functions alive.
+    _modules: Vec<Module>,
+}
+
+impl Kernels {
+    /// Compiles what `model` needs, several sources at a time.
+    pub(crate) fn new(device: &Arc<Device>, target: &Target, model: &Model, kv: KvType) -> Result<Kernels> {
+        let types = types(model);
+        let mut sources = sources(target, &model.spec, kv);
+        sources.extend(types.iter().map(|&ty| Source::weights(target, ty)));
+        let of_experts = expert_types(model);
+        let fused: Vec<(Type, Source)> =
+            of_experts.into_iter().filter_map(|ty| Some((ty, Source::experts(target, ty)?))).collect();
+        sources.extend(fused.iter().map(|(_, source)| source.clone()));
+        let mut modules = load(device, &sources)?.into_iter();
+        let mut next = || modules.next().expect("a module for each source");
+        let (gemm, rows, delta, attention) = (next(), next(), next(), next());
+        let find = |module: &Module, name: &'static str| module.function(name).map_err(failed(name));
+        let mut weights = BTreeMap::new();
+        let mut of_types = Vec::new();
+        for ty in types {
+            let module = next();
+            weights.insert(ty, WeightKernels::new(&module)?);
+            of_types.push(module);
+        }
+        let mut experts = BTreeMap::new();
+        for (ty, _) in fused {
+            let module = next();
+            let (_, shared) = expert_stages(target, ty).expect("it has a source");
+            let (gated, down) = (find(&module, "gemm_experts_gated")?, find(&module, "gemm_experts_down")?);
+            experts.insert(ty, ExpertKernels { gated, down, shared });
+            of_types.push(module);
+        }
+        Ok(Kernels {
+            gemm_store: find(&gemm, "gemm_store")?,
+            gemm_add: find(&gemm, "gemm_add")?,
+            gemm_scale: find(&gemm, "gemm_scale")?,
+            gemm_gated: find(&gemm, "gemm_gated")?,
+            gemm_experts_gated: find(&gemm, "gemm_experts_gated")?,
+            gemm_experts_down: find(&gemm, "gemm_experts_down")?,
+            rms_norm: find(&rows, "rms_norm")?,
+            gated: find(&rows, "gated")?,
+            route: find(&rows, "route")?,
+            group_starts: find(&rows, "group_starts")?,
+            group_pairs: find(&rows, "group_pairs")?,
+            group_tiles: find(&rows, "group_tiles")?,
+            sum_pairs: find(&rows, "sum_pairs")?,
+            delta_convolve: find(&delta, "delta_convolve")?,
+            delta_window: find(&delta, "delta_window")?,
+            delta_prepare: find(&delta, "delta_prepare")?,
+            delta_scan: find(&delta, "delta_scan")?,
+            delta_tail: find(&delta, "delta_tail")?,
+            delta_single: find(&delta, "delta_single")?,
+            attn_rotations: find(&attention, "attn_rotations")?,
+            attn_prepare: find(&attention, "attn_prepare")?,
+            attn_mix: find(&attention, "attn_mix")?,
+            attn_single: find(&attention, "attn_single")?,
+            attn_join: find(&attention, "attn_join")?,
+            weights,
+            experts,
+            _modules: [gemm, rows, delta, attention].into_iter().chain(of_types).collect(),
+        })
+    }
+
+    /// Kernels of weights of type `ty`, which the model has.
+    pub(crate) fn of(&self, ty: Type) -> &WeightKernels {
+        &self.weights[&ty]
+    }
+
+    /// Kernels that decode expert weights of type `ty` as they multiply, where there are any.
+    pub(crate) fn experts_of(&self, ty: Type) -> Option<ExpertKernels> {
+        self.experts.get(&ty).copied()
+    }
+}
+
+impl WeightKernels {
+    pub(crate) fn new(module: &Module) -> Result<WeightKernels> {
+        let find = |name: &'static str| module.function(name).map_err(failed(name));
+        Ok(WeightKernels {
+            decode_f32: find("decode_f32")?,
+            decode_bf16: find("decode_bf16")?,
+            decode_experts: find("decode_experts")?,
+            decode_split: find("decode_split")?,
+            embed: find("embed")?,
+            gemv_1: find("gemv_1")?,
+            gemv_4: find("gemv_4")?,
+            expert_dot: find("expert_dot")?,
+            expert_down: find("expert_down")?,
+        })
+    }
+}
+
+/// Everything but the kernels of weight types.
+pub fn sources(target: &Target, spec: &Spec, kv: KvType) -> Vec<Source> {
+    vec![
+        Source::gemm(target),
+        Source::rows(target),
+        Source::delta(target, spec),
+        Source::attention(target, spec, kv),
+    ]
+}
+
+/// Types of the model's matrices.
+fn types(model: &Model) -> Vec<Type> {
+    let mut types = vec![model.embedding.ty];
+    let mut note = |info: &model::MatrixInfo| {
+        types.push(info.ty);
+        Ok::<(), crate::Error>(())
+    };
+    model.weights.map(&mut note, &mut |_| Ok(())).expect("noting cannot fail");
+    types.extend(expert_types(model));
+    types.sort_unstable();
+    types.dedup();
+    types
+}
+
+/// Types of the routed experts.
+fn expert_types(model: &Model) -> Vec<Type> {
+    let all = model.experts.iter().flat_map(|layer| [layer.gate.ty, layer.up.ty, layer.down.ty]);
+    let mut types: Vec<Type> = all.collect();
+    types.sort_unstable();
+    types.dedup();
+    types
+}
+
+/// Compiles sources side by side and loads them.
+pub(crate) fn load(device: &Arc<Device>, sources: &[Source]) -> Result<Vec<Module>> {
+    let compiled: Vec<Result<Vec<u8>>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = sources.iter().map(|source| scope.spawn(|| compile::cached(source))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("compiling does not panic")).collect()
+    });
+    sources
+        .iter()
+        .zip(compiled)
+        .map(|(source, cubin)| {
+            Module::load(device, &cubin?).or_else(|_| {
+                // Perhaps what was on disk is broken.
+                compile::forget(source);
+                Module::load(device, &compile::cached(source)?).map_err(failed("loading kernels"))
+            })
+        })
+        .collect()
+}

@@ -1,0 +1,192 @@
+//! The CUDA backend: every stage on an NVIDIA GPU.
+//!
+//! Kernels are CUDA C++ (`kernels/`), compiled by NVRTC for the GPU at hand when the backend starts and kept on disk.
+//! The driver and the compiler are loaded at run time: a program that holds this backend starts without them, and
+//! [`Cuda::new`] says what is missing.
+//!
+//! All weights lie in the GPU's memory in file form. Passes of many rows decode a matrix to bf16 once for all rows and
+//! multiply on the tensor cores, sums in f32; passes of single rows (decode) multiply the blocks as they lie with f32.
+//! Hence [`Capabilities::smallest_chunk`](model::Capabilities) is 2: a row alone is computed by other kernels than a
+//! row among others, and only that makes a difference to its bits.
+//!
+//! One file for each group of stages, as in the other backends; `driver`, `compile`, `sources` and `kernels` lead from
+//! the text of a kernel to its launch.
+
+mod attention;
+mod backend;
+mod compile;
+mod delta;
+mod driver;
+mod error;
+mod head;
+mod kernels;
+mod linear;
+mod moe;
+mod open;
+mod sources;
+mod state;
+mod weights;
+
+use std::sync::Arc;
+
+use cudarc::driver::DriverError;
+use model::{Capabilities, Limits, Model, ResidentWeights, Stage};
+
+pub use compile::compile;
+use driver::{Device, Event, Module, failed};
+pub use error::{Error, Result};
+pub use kernels::sources;
+use kernels::{Kernels, WeightKernels};
+use open::{Buffers, Open, Scratch};
+pub use sources::{Source, Target};
+use state::DeviceState;
+use weights::DeviceWeights;
+
+/// Choices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// Which GPU, in the order of the driver.
+    pub device: i32,
+}
+
+/// A model on a GPU.
+pub struct Cuda {
+    model: Arc<Model>,
+    capabilities: Capabilities,
+    limits: Limits,
+    passes: Vec<Option<Box<Open>>>,
+    spare: Vec<Buffers>,
+    scratch: Scratch,
+    /// Whether the time of every stage is taken.
+    profiling: bool,
+    spans: Vec<(Stage, Event, Event)>,
+    state: DeviceState,
+    weights: DeviceWeights,
+    kernels: Kernels,
+    target: Target,
+    device: Arc<Device>,
+}
+
+/// Rows of a mixer block.
+const BLOCK_ROWS: usize = 4096;
+
+impl Cuda {
+    /// A backend for `model`; `weights` are copied to the GPU.
+    ///
+    /// # Errors
+    /// Every variant of [`enum@Error`], each saying what to do.
+    pub fn new(
+        model: Arc<Model>,
+        weights: &ResidentWeights,
+        limits: Limits,
+        options: Options,
+    ) -> Result<Cuda> {
+        check(&model)?;
+        let device = Device::open(options.device)?;
+        let needed = needed(&model, &limits);
+        let free = device.free_memory()?;
+        if needed > free {
+            return Err(Error::Memory { free, needed });
+        }
+        let target = Target::of(device.capability, device.shared);
+        let kernels = Kernels::new(&device, &target, &model, limits.kv)?;
+        let weights = DeviceWeights::new(&device, &model, weights)?;
+        let state = DeviceState::new(&device, &model.spec, limits.kv, limits.positions);
+        let capabilities = Capabilities {
+            name: "cuda",
+            variant: format!("{} {}", target.arch, device.name),
+            kernel_version: 1,
+            block_rows: BLOCK_ROWS,
+            smallest_chunk: 2,
+        };
+        Ok(Cuda {
+            model,
+            capabilities,
+            limits,
+            passes: Vec::new(),
+            spare: Vec::new(),
+            scratch: Scratch::default(),
+            profiling: false,
+            spans: Vec::new(),
+            state,
+            weights,
+            kernels,
+            target,
+            device,
+        })
+    }
+
+    /// Whether the time of every stage call is taken from now on, with events of the GPU.
+    pub fn set_profiling(&mut self, on: bool) {
+        self.profiling = on;
+    }
+
+    /// Milliseconds of each stage call that was timed since the last call of this, in order. Waits.
+    ///
+    /// # Errors
+    /// [`Error::Driver`] if work enqueued earlier failed.
+    pub fn profile(&mut self) -> Result<Vec<(Stage, f32)>> {
+        self.device.bind().map_err(failed("profile"))?;
+        self.device.wait().map_err(failed("profile"))?;
+        let spans = std::mem::take(&mut self.spans);
+        spans
+            .iter()
+            .map(|(stage, start, end)| Ok((*stage, start.until(end).map_err(failed("profile"))?)))
+            .collect()
+    }
+}
+
+/// Refuses shapes the kernels were not written for.
+fn check(model: &Model) -> Result<()> {
+    let spec = &model.spec;
+    let refuse = |what, found, expected| Err(Error::Shape { what, found, expected });
+    let (delta, attention) = (spec.delta.head_dim, spec.attention.head_dim);
+    if !delta.is_multiple_of(32) || delta > 128 {
+        return refuse("the size of a DeltaNet head", delta, "32, 64, 96 or 128");
+    }
+    if !attention.is_multiple_of(32) || attention > 256 || !attention.is_power_of_two() {
+        return refuse("the size of an attention head", attention, "32, 64, 128 or 256");
+    }
+    if spec.moe.experts > 1024 {
+        return refuse("the number of experts", spec.moe.experts, "at most 1024");
+    }
+    let widths = spec.moe.widths.iter().chain([&spec.moe.shared_width, &spec.hidden]);
+    match widths.into_iter().find(|width| !width.is_multiple_of(8)) {
+        Some(&width) => refuse("a width", width, "a multiple of 8"),
+        None => Ok(()),
+    }
+}
+
+/// Bytes a model takes on the GPU: weights, state of two sequences, buffers of a pass, scratch.
+fn needed(model: &Model, limits: &Limits) -> usize {
+    let state = DeviceState::bytes(&model.spec, limits.kv, limits.positions, 3);
+    weights::bytes(model) + state + open::bytes(&model.spec, limits.pass_rows)
+}
+
+/// Turns an error of the driver into one of a stage.
+pub(crate) fn fail(stage: &'static str, layer: usize) -> impl Fn(DriverError) -> model::Error {
+    move |error| model::Error::Backend { backend: "cuda", stage, layer, message: error.to_string() }
+}
+
+/// Decodes `len` weights of any type on the GPU, for checks against other decoders.
+///
+/// # Errors
+/// Those of starting the backend.
+///
+/// # Panics
+/// If `bytes` is not exactly what `len` weights take.
+pub fn decode(ty: quant::Type, bytes: &[u8], len: usize) -> Result<Vec<f32>> {
+    assert_eq!(ty.bytes(len), Some(bytes.len()), "whole blocks of {ty}");
+    let device = Device::open(0)?;
+    let target = Target::of(device.capability, device.shared);
+    let modules: Vec<Module> = kernels::load(&device, &[Source::weights(&target, ty)])?;
+    let kernels = WeightKernels::new(&modules[0])?;
+    let run = || {
+        let (from, to) = (device.allocate(bytes.len())?, device.allocate(4 * len)?);
+        device.upload(bytes, from.at)?;
+        let parameters = linear::Decode { from: from.at, to: to.at, groups: (len / 8) as i64 };
+        device.launch(&kernels.decode_f32, (len.div_ceil(8 * 256), 1, 1), 256, 0, &parameters)?;
+        device.download(to.at, len)
+    };
+    run().map_err(failed("decoding"))
+}

@@ -1,0 +1,236 @@
+//! Open passes and the memory they work in.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use cudarc::driver::DriverError;
+use model::state::OpenPass;
+use model::{Pass, Spec, Stage};
+
+use crate::BLOCK_ROWS;
+use crate::driver::{Device, Room};
+use crate::state::DeviceState;
+
+/// A pass between begin and commit.
+pub(crate) struct Open {
+    pub(crate) pass: Pass,
+    pub(crate) state: OpenPass,
+    /// Whether every run is a single row, computed by the kernels for those.
+    pub(crate) single: bool,
+    /// The stage called last and its rows.
+    pub(crate) last: Option<(Stage, Range<usize>)>,
+    /// Rows that have been routed in the layer at hand.
+    pub(crate) routed: usize,
+    /// Whether the pairs of the layer at hand are grouped by expert.
+    pub(crate) grouped: bool,
+    pub(crate) tables: Tables,
+    pub(crate) buffers: Buffers,
+}
+
+/// Addresses of what a pass says about its rows.
+#[derive(Clone, Default)]
+pub(crate) struct Tables {
+    /// Token ids: [rows] u32.
+    pub(crate) tokens: u64,
+    /// Positions: [rows] u32.
+    pub(crate) positions: u64,
+    /// Address of the list of pages of each row's sequence: [rows] u64.
+    pub(crate) row_pages: u64,
+    /// Recurrent slot before and after each row's run: [rows] u64.
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+    /// Address of the list of pages of each run: [pages] u64.
+    pub(crate) run_pages: Vec<u64>,
+    /// Rows that want logits, rows that want hidden states: u32.
+    pub(crate) logits: u64,
+    pub(crate) hidden: u64,
+}
+
+/// Memory of a pass, reused by later ones.
+#[derive(Default)]
+pub(crate) struct Buffers {
+    /// Rows there is room for.
+    rows: usize,
+    tables: Room,
+    /// The residual stream: [rows, hidden] f32.
+    pub(crate) hidden: Room,
+    /// Normed rows, f32 and bf16: [rows, hidden].
+    pub(crate) norm: Room,
+    pub(crate) rounded: Room,
+    /// Sum of shared and routed experts: [rows, hidden] f32.
+    pub(crate) sum: Room,
+    /// Chosen experts by falling weight, their weights, their order by number: [rows, used].
+    pub(crate) ids: Room,
+    pub(crate) weights: Room,
+    pub(crate) order: Room,
+    /// How much of the shared expert a row gets: [rows].
+    pub(crate) share: Room,
+    /// Pairs of each expert, where they begin, and the same counted up: [3, experts] i32.
+    pub(crate) counts: Room,
+    /// Pairs by expert: [rows · used] u32.
+    pub(crate) sorted: Room,
+    /// Cosines, then sines of each row: [rows, rope_dims].
+    pub(crate) rotations: Room,
+    /// Projections of a block: [block rows, columns] f32.
+    pub(crate) projected: Room,
+    /// Output of a mixer before its output projection: [block rows, columns], bf16 (f32 in single passes).
+    pub(crate) mixed: Room,
+    /// Final norms of wanted rows, f32 and bf16; logits.
+    pub(crate) last: Room,
+    pub(crate) last_rounded: Room,
+    pub(crate) wanted: Room,
+    pub(crate) logits: Room,
+}
+
+/// Memory that lives for one stage only, shared by all passes.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    /// Decoded weights.
+    pub(crate) weights: Room,
+    /// Router: activations as sums of two bf16, and logits.
+    pub(crate) split: Room,
+    pub(crate) logits: Room,
+    /// Inner rows of experts.
+    pub(crate) inner: Room,
+    /// Outputs of pairs.
+    pub(crate) pairs: Room,
+    pub(crate) list: Room,
+    pub(crate) tiles: Room,
+    /// Convolved rows and what `delta_prepare` makes of them.
+    pub(crate) convolved: Room,
+    pub(crate) u: Room,
+    pub(crate) w: Room,
+    pub(crate) p: Room,
+    pub(crate) decay: Room,
+    pub(crate) out: Room,
+    /// Attention of single rows, block by block.
+    pub(crate) partial: Room,
+}
+
+/// Columns of the projections of a DeltaNet layer: q | k | v | z | beta | alpha.
+pub(crate) fn delta_columns(spec: &Spec) -> usize {
+    spec.delta.channels() + spec.delta.value_dim() + 2 * spec.delta.value_heads
+}
+
+/// Columns of the projections of an attention layer: q | gate | k | v.
+pub(crate) fn attention_columns(spec: &Spec) -> usize {
+    2 * spec.attention.query_dim() + 2 * spec.attention.kv_dim()
+}
+
+/// Bytes of the buffers of a pass of `rows` rows and of the scratch, nearly.
+pub(crate) fn bytes(spec: &Spec, rows: usize) -> usize {
+    let block = rows.min(BLOCK_ROWS);
+    let columns = delta_columns(spec).max(attention_columns(spec));
+    let width = spec.moe.widths.iter().copied().max().unwrap_or(0);
+    let per_row = spec.hidden * (3 * 4 + 2) + spec.moe.used * (16 + 2 * width + 2 * spec.hidden);
+    let per_block_row =
+        columns * 4 + 6 * spec.hidden + spec.delta.channels() * 2 + spec.delta.value_dim() * 14;
+    rows * per_row + block * per_block_row + crate::moe::decoded_bytes(spec)
+}
+
+impl Buffers {
+    /// Makes room for `pass` and uploads its tables.
+    pub(crate) fn prepare(
+        &mut self,
+        device: &Arc<Device>,
+        (spec, state): (&Spec, &DeviceState),
+        pass: &Pass,
+        open: &OpenPass,
+    ) -> Result<Tables, DriverError> {
+        self.reserve(device, spec, pass.rows())?;
+        let mut tables = TableBuilder::default();
+        tables.push_u32(pass.tokens.iter().copied());
+        let positions = tables.push_u32(pass.runs.iter().flat_map(|run| {
+            let rows = run.rows.clone();
+            rows.map(move |row| run.position(row) as u32)
+        }));
+        let logits = tables.push_u32(pass.logits.iter().map(|&row| row as u32));
+        let hidden = tables.push_u32(pass.hidden.iter().map(|&row| row as u32));
+        let run_pages: Vec<u64> = (open.runs.iter())
+            .map(|run| tables.push_u64(run.pages.iter().map(|page| state.page(page.0))))
+            .collect();
+        let runs = || pass.runs.iter().zip(&open.runs);
+        let from = tables.push_u64(runs().flat_map(|(run, open)| {
+            let at = open.from.map_or(0, |slot| state.slot(slot));
+            run.rows.clone().map(move |_| at)
+        }));
+        let to = tables.push_u64(runs().flat_map(|(run, open)| {
+            let at = state.slot(open.to);
+            run.rows.clone().map(move |_| at)
+        }));
+        let row_pages = tables.bytes.len() as u64;
+        let at = self.tables.take(device, tables.bytes.len() + 8 * pass.rows())?;
+        tables.push_u64(
+            pass.runs
+                .iter()
+                .zip(&run_pages)
+                .flat_map(|(run, pages)| run.rows.clone().map(move |_| at + pages)),
+        );
+        device.upload(&tables.bytes, at)?;
+        Ok(Tables {
+            tokens: at,
+            positions: at + positions,
+            row_pages: at + row_pages,
+            from: at + from,
+            to: at + to,
+            run_pages: run_pages.iter().map(|pages| at + pages).collect(),
+            logits: at + logits,
+            hidden: at + hidden,
+        })
+    }
+
+    fn reserve(&mut self, device: &Arc<Device>, spec: &Spec, rows: usize) -> Result<(), DriverError> {
+        if self.rows >= rows {
+            return Ok(());
+        }
+        let (hidden, used, block) = (rows * spec.hidden, rows * spec.moe.used, rows.min(BLOCK_ROWS));
+        let columns = delta_columns(spec).max(attention_columns(spec));
+        let mixed = spec.delta.value_dim().max(spec.attention.query_dim());
+        for (room, bytes) in [
+            (&mut self.hidden, 4 * hidden),
+            (&mut self.norm, 4 * hidden),
+            (&mut self.rounded, 2 * hidden),
+            (&mut self.sum, 4 * hidden),
+            (&mut self.ids, 4 * used),
+            (&mut self.weights, 4 * used),
+            (&mut self.order, 4 * used),
+            (&mut self.sorted, 4 * used),
+            (&mut self.share, 4 * rows),
+            (&mut self.counts, 12 * spec.moe.experts),
+            (&mut self.rotations, 4 * rows * spec.attention.rope_dims),
+            (&mut self.projected, 4 * block * columns),
+            (&mut self.mixed, 4 * block * mixed),
+        ] {
+            room.take(device, bytes)?;
+        }
+        self.rows = rows;
+        Ok(())
+    }
+
+    /// Rows there is room for.
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+}
+
+/// Tables of a pass, one after the other.
+#[derive(Default)]
+struct TableBuilder {
+    bytes: Vec<u8>,
+}
+
+impl TableBuilder {
+    fn push_u32(&mut self, numbers: impl Iterator<Item = u32>) -> u64 {
+        let at = self.bytes.len();
+        numbers.for_each(|x| self.bytes.extend_from_slice(&x.to_le_bytes()));
+        at as u64
+    }
+
+    /// Returns the offset, which is a multiple of eight.
+    fn push_u64(&mut self, numbers: impl Iterator<Item = u64>) -> u64 {
+        self.bytes.resize(self.bytes.len().next_multiple_of(8), 0);
+        let at = self.bytes.len();
+        numbers.for_each(|x| self.bytes.extend_from_slice(&x.to_le_bytes()));
+        at as u64
+    }
+}

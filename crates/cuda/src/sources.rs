@@ -1,0 +1,171 @@
+//! The text of the kernels, and what it is compiled with.
+
+use std::fmt::Write;
+
+use model::{DeltaSpec, KvType, Spec};
+use quant::{Type, codebook};
+
+const COMMON: &str = include_str!("../kernels/common.cuh");
+const TYPES: &str = include_str!("../kernels/types.cuh");
+const WEIGHTS: &str = include_str!("../kernels/weights.cu");
+const GEMM: &str = include_str!("../kernels/gemm.cu");
+const ROWS: &str = include_str!("../kernels/rows.cu");
+const DELTA: &str = include_str!("../kernels/delta.cu");
+const ATTENTION: &str = include_str!("../kernels/attention.cu");
+
+/// What kernels are compiled for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// The architecture, such as `sm_90a`.
+    pub arch: String,
+    /// Shared memory of a block, bytes.
+    pub shared: usize,
+}
+
+impl Target {
+    /// The target of a compute capability. 9.0 has instructions of its own; later ones run what all have.
+    pub fn of((major, minor): (i32, i32), shared: usize) -> Target {
+        let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
+        Target { arch: format!("sm_{major}{minor}{suffix}"), shared }
+    }
+
+    /// A target by name, with the shared memory such a GPU has.
+    pub fn named(arch: &str) -> Target {
+        let shared = match arch {
+            "sm_80" | "sm_87" => 163 << 10,
+            "sm_90" | "sm_90a" | "sm_100" | "sm_103" => 227 << 10,
+            _ => 99 << 10,
+        };
+        Target { arch: arch.to_string(), shared }
+    }
+}
+
+/// Kernels compiled together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// A name for messages.
+    pub name: String,
+    /// CUDA C++.
+    pub text: String,
+    /// Options of the compiler.
+    pub options: Vec<String>,
+}
+
+/// Bytes of a stage of the products of many rows: 256 + 128 rows of 64 bf16.
+pub(crate) const STAGE_BYTES: usize = (256 + 128) * 64 * 2;
+
+/// Stages of the products of many rows.
+pub(crate) fn gemm_stages(target: &Target) -> usize {
+    (target.shared / STAGE_BYTES).min(4)
+}
+
+/// Bytes of shared memory for blocks of `ty` on their way to be decoded: two spans of 256 weights of 128 rows, whole
+/// 16-byte words.
+fn span_bytes(ty: Type) -> usize {
+    let span = ty.bytes(256).expect("256 weights are whole blocks of every type");
+    2 * 128 * ((span + 15).next_multiple_of(16))
+}
+
+/// Stages of the products of many rows with blocks of `ty`, and their shared memory in all. `None` if the blocks leave
+/// no room for three stages.
+pub(crate) fn expert_stages(target: &Target, ty: Type) -> Option<(usize, usize)> {
+    let spans = span_bytes(ty);
+    let stages = (target.shared.checked_sub(spans)? / STAGE_BYTES).min(4);
+    (stages >= 3 && ty.block_len() > 1).then_some((stages, stages * STAGE_BYTES + spans))
+}
+
+/// Bytes of shared memory of the scan over cells with `stages` stages, for heads of `dim`.
+pub(crate) fn scan_shared(dim: usize, stages: usize) -> usize {
+    let wide = dim.min(32) + 8;
+    let inputs = (3 * 64 * (dim + 8) + 64 * 72 + 64 * wide) * 2 + 64 * 4;
+    stages * inputs + (dim + 2 * 64) * wide * 2
+}
+
+/// Stages of the scan over cells: two if they fit.
+pub(crate) fn scan_stages(target: &Target, dim: usize) -> usize {
+    if scan_shared(dim, 2) <= target.shared { 2 } else { 1 }
+}
+
+impl Source {
+    fn new(target: &Target, name: String, parts: &[&str], defines: &[String]) -> Source {
+        let mut options = vec![
+            format!("--gpu-architecture={}", target.arch),
+            "--std=c++17".to_string(),
+            "--diag-suppress=177".to_string(),
+        ];
+        options.extend(defines.iter().map(|define| format!("-D{define}")));
+        Source { name, text: parts.concat(), options }
+    }
+
+    /// Products of many rows.
+    pub fn gemm(target: &Target) -> Source {
+        Source::new(target, "gemm".to_string(), &[COMMON, GEMM], &[format!("STAGES={}", gemm_stages(target))])
+    }
+
+    /// Products of the pairs of experts whose weights are blocks of `ty`, if this GPU has the shared memory for them.
+    pub fn experts(target: &Target, ty: Type) -> Option<Source> {
+        let (stages, _) = expert_stages(target, ty)?;
+        let parts = [COMMON, &codebooks(ty), TYPES, GEMM];
+        let defines = [format!("TYPE={ty}"), format!("STAGES={stages}")];
+        Some(Source::new(target, format!("experts {ty}"), &parts, &defines))
+    }
+
+    /// Norms, router, grouping, sums.
+    pub fn rows(target: &Target) -> Source {
+        Source::new(target, "rows".to_string(), &[COMMON, ROWS], &[])
+    }
+
+    /// The DeltaNet mixer.
+    pub fn delta(target: &Target, spec: &Spec) -> Source {
+        let dim = spec.delta.head_dim;
+        let defines = [
+            format!("DIM={dim}"),
+            format!("L2_EPS={:e}f", DeltaSpec::L2_EPS),
+            format!("DELTA_STAGES={}", scan_stages(target, dim)),
+        ];
+        Source::new(target, "delta".to_string(), &[COMMON, DELTA], &defines)
+    }
+
+    /// The attention mixer.
+    pub fn attention(target: &Target, spec: &Spec, kv: KvType) -> Source {
+        let single = i32::from(kv == KvType::F32);
+        let defines = [format!("DIM={}", spec.attention.head_dim), format!("KV_F32={single}")];
+        Source::new(target, "attention".to_string(), &[COMMON, ATTENTION], &defines)
+    }
+
+    /// Decoding and products with single rows, of one type.
+    pub fn weights(target: &Target, ty: Type) -> Source {
+        let parts = [COMMON, &codebooks(ty), TYPES, WEIGHTS];
+        Source::new(target, format!("weights {ty}"), &parts, &[format!("TYPE={ty}")])
+    }
+}
+
+/// The tables `ty` needs, from the one place that has them; the others empty, so that every decoder compiles.
+fn codebooks(ty: Type) -> String {
+    let mut out = String::new();
+    let eights = |rows: &[[i8; 8]]| -> Vec<u64> {
+        rows.iter().map(|row| u64::from_le_bytes(row.map(|x| x as u8))).collect()
+    };
+    let fours =
+        |rows: &[[u8; 4]]| -> Vec<u64> { rows.iter().map(|&row| u32::from_le_bytes(row).into()).collect() };
+    let values = |values: &[i8]| -> Vec<u64> { values.iter().map(|&x| (x as u8).into()).collect() };
+    let ones = [Type::IQ1_S, Type::IQ1_M];
+    let uneven = [Type::IQ4_NL, Type::IQ4_XS];
+    let tables: [(&str, &str, bool, Vec<u64>); 8] = [
+        ("u64", "IQ1_GRID", ones.contains(&ty), eights(&codebook::IQ1_GRID)),
+        ("u64", "IQ2_XXS_GRID", ty == Type::IQ2_XXS, eights(&codebook::IQ2_XXS_GRID)),
+        ("u64", "IQ2_XS_GRID", ty == Type::IQ2_XS, eights(&codebook::IQ2_XS_GRID)),
+        ("u64", "IQ2_S_GRID", ty == Type::IQ2_S, eights(&codebook::IQ2_S_GRID)),
+        ("u32", "IQ3_XXS_GRID", ty == Type::IQ3_XXS, fours(&codebook::IQ3_XXS_GRID)),
+        ("u32", "IQ3_S_GRID", ty == Type::IQ3_S, fours(&codebook::IQ3_S_GRID)),
+        ("signed char", "IQ4_NL_VALUES", uneven.contains(&ty), values(&codebook::IQ4_NL_VALUES)),
+        ("signed char", "MXFP4_VALUES", ty == Type::MXFP4, values(&codebook::MXFP4_VALUES)),
+    ];
+    for (kind, name, needed, rows) in tables {
+        let rows = if needed { &rows[..] } else { &[0] };
+        let numbers: Vec<String> = rows.iter().map(|row| format!("({kind}){row:#x}ull")).collect();
+        writeln!(out, "static __device__ const {kind} {name}[{}] = {{{}}};", rows.len(), numbers.join(","))
+            .expect("writing to a string");
+    }
+    out
+}
