@@ -7,7 +7,7 @@ use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use quant::Type;
 
-use crate::cache_args::CacheArgs;
+use crate::cache_args::{CacheArgs, DoctorArgs, PlanArgs};
 
 use crate::bench::args::BenchArgs;
 use crate::serve::args::ServeArgs;
@@ -36,6 +36,10 @@ pub enum Command {
     Run(RunArgs),
     /// Serve a model over HTTP, as agents and OpenAI's clients speak it.
     Serve(ServeArgs),
+    /// Show which memory a run would take, and why, without loading anything.
+    Plan(PlanArgs),
+    /// Show what this machine has for running models, and how fast it reads a model file.
+    Doctor(DoctorArgs),
     /// Show what is in a model file and what running it takes.
     Info(InfoArgs),
     /// Show the tokens of a text.
@@ -146,6 +150,9 @@ pub struct RunArgs {
     /// Print where the time went, stage by stage.
     #[arg(long)]
     pub stats: bool,
+    /// Write when every stage was computed and every expert read, for Perfetto or chrome://tracing.
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// Print one JSON object instead of text.
     #[arg(long)]
     pub json: bool,

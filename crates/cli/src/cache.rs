@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use engine::machine;
+use engine::machine::Spare;
 use engine::plan::{Cache, Plan};
 use experts::{Io, Layout, Monitor, Options, Stats, Store, reader};
 use model::{Backend, ExpertSource, Limits, MappedExperts, Model};
@@ -15,8 +15,13 @@ use crate::cache_args::{CacheArgs, IoName};
 use crate::failure::Failure;
 use crate::report;
 
-/// The plan of memory for `model`.
-pub fn plan(model: &Model, args: &BackendArgs, limits: &Limits) -> Result<Plan, Failure> {
+/// The plan of memory for `model` on this machine, or with the memory that `spare` says.
+pub fn plan(
+    model: &Model,
+    args: &BackendArgs,
+    limits: &Limits,
+    spare: Option<Spare>,
+) -> Result<Plan, Failure> {
     use engine::plan::CacheWish;
     // The reference computes from the mapped file.
     let is_cpu = args.backend == BackendName::Cpu;
@@ -26,7 +31,7 @@ pub fn plan(model: &Model, args: &BackendArgs, limits: &Limits) -> Result<Plan, 
     };
     let scratch = if is_cpu { cpu::Cpu::scratch_bytes(&model.spec, limits) } else { 0 };
     let floor = floor(model);
-    Ok(Plan::new(model, limits, (scratch, floor), wish, machine::spare_memory().as_ref())?)
+    Ok(Plan::new(model, limits, (scratch, floor), wish, spare.as_ref())?)
 }
 
 /// Bytes of the smallest cache that works, whatever the reader.
@@ -71,6 +76,7 @@ pub fn source(
         io: io(model, args.io),
         readers: args.readers.into(),
         look_ahead: args.look_ahead.0,
+        trace: args.trace,
         ..Options::default()
     };
     let store = Store::new(model, backend, options)?;
@@ -104,6 +110,11 @@ impl Loads {
     pub fn new(monitor: Option<Monitor>) -> Loads {
         let marks = monitor.iter().map(Monitor::stats).collect();
         Loads { monitor, marks }
+    }
+
+    /// The store, if there is one.
+    pub fn monitor(&self) -> Option<&Monitor> {
+        self.monitor.as_ref()
     }
 
     /// A phase ends.

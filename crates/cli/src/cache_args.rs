@@ -1,7 +1,11 @@
 //! Arguments about experts in bounded memory.
 
+use std::path::PathBuf;
+
 use clap::{Args, ValueEnum};
 use engine::plan::CacheWish;
+
+use crate::args::BackendArgs;
 
 /// How experts are kept and read.
 #[derive(Clone, Debug, Args)]
@@ -20,6 +24,35 @@ pub struct CacheArgs {
     /// Experts beyond each token's own that are read ahead for the next layer while generating; `off` reads none.
     #[arg(long, value_name = "N", default_value = "4", value_parser = parse_look_ahead)]
     pub look_ahead: LookAhead,
+    /// Whether times of every load are kept.
+    #[arg(skip)]
+    pub trace: bool,
+}
+
+/// Arguments of `plan`.
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    /// Model file, any shard of a split one, or its folder.
+    pub model: PathBuf,
+    /// Memory to plan with [default: what this machine can spare now].
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub memory: Option<u64>,
+    /// Backend.
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `doctor`.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// A model file whose disk is measured.
+    pub model: Option<PathBuf>,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Experts beyond each token's own that the look-ahead reads.

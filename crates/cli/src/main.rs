@@ -12,12 +12,14 @@ mod logits;
 mod open;
 mod parity;
 mod perplexity;
+mod planning;
 mod prompt;
 mod report;
 mod run;
 mod serve;
 mod stored;
 mod tokenize;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -31,6 +33,8 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Serve(args) => serve::run(&args),
+        Command::Plan(args) => planning::plan(&args),
+        Command::Doctor(args) => planning::doctor(&args),
         Command::Info(args) => info::run(&args),
         Command::Tokenize(args) => tokenize::run(&args),
         Command::Convert(args) => forge_files::convert(&args),

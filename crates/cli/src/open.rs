@@ -90,7 +90,7 @@ pub fn start_with_room(
     }
     let limits = Limits { pass_rows: pass_rows(args.chunk, context), positions, kv: args.kv.into() };
     let options = cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() };
-    let plan = cache::plan(model, args, &limits)?;
+    let plan = cache::plan(model, args, &limits, engine::machine::spare_memory())?;
     if !quiet {
         report::say(format_args!("{}", cache::line(&plan)));
     }

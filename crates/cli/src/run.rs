@@ -14,6 +14,7 @@ use crate::cache::Loads;
 use crate::failure::{Failure, Outcome};
 use crate::open::{self, Started};
 use crate::report::{self, Bar};
+use crate::trace::{self, Timed};
 use crate::{interrupt, prompt};
 
 /// Runs the command.
@@ -44,7 +45,9 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
         return Err(engine::Error::ContextOverflow { needed: tokens.len(), context }.into());
     }
     let quiet = args.quiet || args.json;
-    let started = open::start(&opened.model, &args.backend, context, quiet)?;
+    let mut backend = args.backend.clone();
+    backend.cache.trace = args.trace.is_some();
+    let started = open::start(&opened.model, &backend, context, quiet)?;
     let mut answer = Answer { profile: Profile::default(), prompt: tokens.len(), ..Answer::new(started) };
     answer.read(&tokens, &cancel, args, quiet)?;
     answer.write(&opened.tokenizer, &options, &cancel, args)?;
@@ -56,6 +59,8 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
 #[derive(Debug, Default)]
 struct Profile {
     stages: BTreeMap<Stage, Duration>,
+    /// Every step and the time it ended, if they are to be written.
+    times: Option<Vec<Timed>>,
 }
 
 impl Observer for Profile {
@@ -69,7 +74,11 @@ impl Observer for Profile {
         // A backend that enqueues still has the work of the call before it.
         let began = Instant::now();
         backend.sync()?;
-        *self.stages.entry(step.stage).or_default() += elapsed + began.elapsed();
+        let elapsed = elapsed + began.elapsed();
+        *self.stages.entry(step.stage).or_default() += elapsed;
+        if let Some(times) = &mut self.times {
+            times.push(Timed { step: step.clone(), end: Instant::now(), elapsed });
+        }
         Ok(())
     }
 }
@@ -119,7 +128,8 @@ impl Answer {
         let began = Instant::now();
         let mut request =
             Request { on_progress: Some(&mut progress), cancel: cancel.clone(), ..Request::default() };
-        if args.stats {
+        self.profile.times = args.trace.as_ref().map(|_| Vec::new());
+        if args.stats || args.trace.is_some() {
             request.observer = Some(&mut self.profile);
         }
         let result = self.engine.ingest(&mut self.session, tokens, &mut request);
@@ -174,6 +184,9 @@ impl Answer {
     }
 
     fn report(&mut self, args: &RunArgs) -> Result<(), Failure> {
+        if let (Some(path), Some(times)) = (&args.trace, &self.profile.times) {
+            trace::write(path, times, self.loads.monitor())?;
+        }
         if args.json {
             let mut out = std::io::stdout().lock();
             return Ok(writeln!(out, "{}", self.json(args))?);

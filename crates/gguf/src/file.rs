@@ -61,6 +61,14 @@ impl Shard {
         }
     }
 
+    /// Takes part of a mapped file out of this process's memory, after it has been copied: reading it again
+    /// brings it back. Of no effect where the system does not offer it.
+    fn forget(&self, start: usize, len: usize) {
+        if let Bytes::Mapped(map, _) = &self.bytes {
+            forget(map, start, len);
+        }
+    }
+
     /// Bytes in the file.
     pub fn size(&self) -> u64 {
         self.bytes().len() as u64
@@ -80,6 +88,16 @@ impl Shard {
         Ok(Shard { path: path.to_owned(), bytes: Bytes::Mapped(map, file) })
     }
 }
+
+#[cfg(unix)]
+fn forget(map: &Mmap, start: usize, len: usize) {
+    // SAFETY: the map is shared and read-only, so dropped pages come back from the file with the same bytes. A wish
+    // that is refused costs memory, nothing else.
+    let _ = unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, len) };
+}
+
+#[cfg(not(unix))]
+fn forget(_: &Mmap, _: usize, _: usize) {}
 
 /// A shard with its header.
 pub(crate) struct Part {
@@ -185,6 +203,12 @@ impl Gguf {
     pub fn bytes(&self, info: &TensorInfo) -> &[u8] {
         let start = info.offset as usize;
         &self.shards[info.shard].bytes()[start..start + info.len as usize]
+    }
+
+    /// Takes a tensor's bytes out of this process's memory, after they have been copied: reading them again brings
+    /// them back.
+    pub fn forget(&self, info: &TensorInfo) {
+        self.shards[info.shard].forget(info.offset as usize, info.len as usize);
     }
 
     /// The files of the model, in the order of their shard numbers.

@@ -151,6 +151,7 @@ impl Model {
         for part in &info.parts {
             let from = self.gguf.bytes(&self.gguf.tensors()[part.tensor]);
             bytes.extend_from_slice(&from[part.first * info.row_bytes()..][..part.rows * info.row_bytes()]);
+            self.gguf.forget(&self.gguf.tensors()[part.tensor]);
         }
         ResidentMatrix {
             name: info.name.clone(),
