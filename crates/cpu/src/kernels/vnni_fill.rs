@@ -65,3 +65,6 @@ impl Sink for Store<'_> {
         self.codes(q);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -66,6 +66,22 @@ fn products_of_every_type_and_odd_shapes() {
 }
 
 #[test]
+fn few_rows_meet_any_number_of_weight_rows() {
+    for (i, ty) in Type::all().filter(|&ty| is_integer(ty)).enumerate() {
+        for n in 1..=17 {
+            let (rows, k) = (1 + (i + n) % 4, if ty.block_len() == 32 { 32 * n } else { 256 * (1 + n % 3) });
+            let case = Case::new(ty, rows, n, k);
+            let mut all = variants().map(|variant| product(&case, &mut team(variant, 1), 0..rows));
+            let first = all.next().expect("the portable one at least");
+            for found in all {
+                let same = first.iter().zip(&found).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{ty} {rows} × {n} × {k}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_row_has_the_same_bits_among_any_others() {
     for variant in variants() {
         for ty in [Type::Q8_0, Type::Q5_K, Type::Q6_K, Type::IQ2_XXS, Type::Q2_K] {
