@@ -14,7 +14,7 @@ fi
 
 work=$(mktemp -d)
 trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; rm -rf "$work"' EXIT
-REDLITE_API_KEY=secret "$binary" serve models/pocket.gguf --port 0 --context 4096 --parallel 4 --cache 256 \
+REDLITE_API_KEY=secret "$binary" serve models/pocket.gguf --port 0 --context 4096 --parallel 4 --session-cache 256 \
     --state-dir "$work/state" > "$work/address" 2> "$work/log" &
 server=$!
 for _ in $(seq 600); do

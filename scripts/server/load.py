@@ -30,7 +30,7 @@ class Server:
     def __init__(self, binary, state, cache=64):
         self.log = tempfile.TemporaryFile()
         command = [binary, "serve", str(ROOT / "models/pocket.gguf"), "--port", "0", "--context", "2048", "--parallel", "8",
-                   "--queue", "16", "--cache", str(cache), "--state-dir", state]
+                   "--queue", "16", "--session-cache", str(cache), "--state-dir", state]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
         self.address = urlparse(self.process.stdout.readline().strip()).netloc
         assert self.address, "the server did not start"

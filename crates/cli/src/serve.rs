@@ -32,7 +32,7 @@ pub fn run(args: &ServeArgs) -> Result<Outcome, Failure> {
     });
     let context = args.backend.context.unwrap_or(CONTEXT.min(model.spec.context));
     let kept = SessionOptions {
-        budget: args.cache.saturating_mul(1 << 20),
+        budget: args.session_cache.saturating_mul(1 << 20),
         spacing: args.spacing,
         kv: args.backend.kv.into(),
     };

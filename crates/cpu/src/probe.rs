@@ -45,7 +45,7 @@ mod tests {
         if !Variant::Vnni.is_available() {
             return;
         }
-        let tiny = TinyModel::new(TinyOptions::quantised(Type::Q8_0, Type::Q4_0));
+        let tiny = TinyModel::new(TinyOptions::quantised(Type::Q8_0, Type::IQ2_XS));
         let limits = Limits { pass_rows: 64, positions: 256, kv: KvType::F16 };
         let options = Options { variant: Some(Variant::Vnni), threads: Some(1), ..Options::default() };
         let weights = tiny.model.load(&mut |_, _| {}).unwrap();

@@ -13,24 +13,34 @@ struct Norm {
     float eps;
 };
 
-/// x / sqrt(mean(x²) + eps) · weight. Grid: rows.
+DEVICE float dot4(float4 a, float4 b) { return (a.x * b.x + a.y * b.y) + (a.z * b.z + a.w * b.w); }
+
+/// x / sqrt(mean(x²) + eps) · weight. Grid: rows; a thread takes four numbers at a time.
 KERNEL void rms_norm(Norm p) {
     __shared__ float room[32];
     long row = blockIdx.x;
+    int step = blockDim.x * 4;
     const float *x = p.x + (p.index ? (long)p.index[row] : row) * p.cols;
     float squares = 0.0f;
-    for (int i = threadIdx.x; i < p.cols; i += blockDim.x) squares = fmaf(x[i], x[i], squares);
+    for (int i = threadIdx.x * 4; i < p.cols; i += step) {
+        float4 v = *(const float4 *)(x + i);
+        squares += dot4(v, v);
+    }
     float scale = 1.0f / sqrtf(block_sum(squares, room) / (float)p.cols + p.eps), share = 0.0f;
-    for (int i = threadIdx.x; i < p.cols; i += blockDim.x) {
-        float y = x[i] * scale * p.weight[i];
-        if (p.out) p.out[row * p.cols + i] = y;
-        if (p.rounded) p.rounded[row * p.cols + i] = bf16(y);
+    for (int i = threadIdx.x * 4; i < p.cols; i += step) {
+        float4 v = *(const float4 *)(x + i), w = *(const float4 *)(p.weight + i);
+        float4 y = make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
+        uint2 high = make_uint2(bf16_pair(y.x, y.y), bf16_pair(y.z, y.w));
+        if (p.out) *(float4 *)(p.out + row * p.cols + i) = y;
+        if (p.rounded) *(uint2 *)(p.rounded + row * p.cols + i) = high;
         if (p.split) {
-            u16 *to = p.split + row * 3 * p.cols + i, high = bf16(y);
-            to[p.cols] = to[2 * p.cols] = high;
-            to[0] = bf16(y - bf16_value(high));
+            u16 *to = p.split + row * 3 * p.cols + i;
+            *(uint2 *)(to + p.cols) = *(uint2 *)(to + 2 * p.cols) = high;
+            float4 low = make_float4(y.x - bf16_value((u16)high.x), y.y - bf16_value((u16)(high.x >> 16)),
+                                     y.z - bf16_value((u16)high.y), y.w - bf16_value((u16)(high.y >> 16)));
+            *(uint2 *)to = make_uint2(bf16_pair(low.x, low.y), bf16_pair(low.z, low.w));
         }
-        if (p.dot) share = fmaf(y, p.dot[i], share);
+        if (p.dot) share += dot4(y, *(const float4 *)(p.dot + i));
     }
     if (p.dot) {
         share = block_sum(share, room);

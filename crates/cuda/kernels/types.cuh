@@ -132,13 +132,10 @@ struct MXFP4 {
 
 /// The 6-bit scale and min of run `run` of 32 weights, packed into the twelve bytes at `packed`.
 DEVICE void six_bit_scales(const u8 *packed, u32 run, u32 &scale, u32 &min) {
-    if (run < 4) {
-        scale = packed[run] & 63;
-        min = packed[run + 4] & 63;
-    } else {
-        scale = (packed[run + 4] & 15) | packed[run - 4] >> 6 << 4;
-        min = packed[run + 4] >> 4 | packed[run] >> 6 << 4;
-    }
+    // Without branches, so that groups of one run share the work.
+    u32 a = packed[run % 4], b = packed[run % 4 + 4], c = packed[run % 4 + 8];
+    scale = run < 4 ? a & 63 : (c & 15) | a >> 6 << 4;
+    min = run < 4 ? b & 63 : c >> 4 | b >> 6 << 4;
 }
 
 /// Where in its field of two-bit numbers a group begins, and at which bit of its bytes.

@@ -54,7 +54,7 @@ impl Cuda {
     pub(crate) fn norm(&self, count: usize, p: Norm) -> Done {
         let spec = &self.model.spec;
         let p = Norm { cols: spec.hidden as i32, eps: spec.rms_eps, ..p };
-        self.device.launch(&self.kernels.rms_norm, (count, 1, 1), 256, 0, &p)
+        self.device.launch(&self.kernels.rms_norm, (count, 1, 1), 512, 0, &p)
     }
 
     /// The input of a layer's projections: norms of `rows` of the residual stream.

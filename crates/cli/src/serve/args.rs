@@ -34,7 +34,7 @@ pub struct ServeArgs {
     pub queue: usize,
     /// Memory for what has been read before, in MiB; 0 reads everything again.
     #[arg(long, value_name = "MIB", default_value_t = 2048)]
-    pub cache: u64,
+    pub session_cache: u64,
     /// Folder for what has been read, so that it survives a restart [default: none].
     #[arg(long, value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
