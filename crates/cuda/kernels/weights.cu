@@ -210,7 +210,7 @@ template <int COUNT> DEVICE void gemv_rows(const Gemv &p) {
     }
 }
 
-KERNEL __launch_bounds__(256, 4) void gemv_1(__grid_constant__ const Gemv p) { gemv_rows<1>(p); }
+KERNEL __launch_bounds__(256, 3) void gemv_1(__grid_constant__ const Gemv p) { gemv_rows<1>(p); }
 
 /// `count` is a multiple of four.
 KERNEL __launch_bounds__(256) void gemv_4(__grid_constant__ const Gemv p) { gemv_rows<4>(p); }
