@@ -71,6 +71,8 @@ pub(crate) struct State {
     /// Loads queued or being carried out.
     pub(crate) in_flight: usize,
     failure: Option<Failure>,
+    /// Waits so far; a load that began before the one at hand may fail for reasons that have passed.
+    pub(crate) wait: u64,
     scan: Scan,
     pub(crate) pinned: Vec<Pinned>,
     /// Experts that the last tokens of a prompt chose, by layer, the most recent first; empty before the last
@@ -94,6 +96,7 @@ impl State {
             ahead: VecDeque::new(),
             in_flight: 0,
             failure: None,
+            wait: 0,
             scan: Scan::default(),
             pinned: Vec::new(),
             stats: Stats::default(),
@@ -113,8 +116,8 @@ impl State {
         self.urgent.pop_front().or_else(|| self.ahead.pop_front())
     }
 
-    /// A reader has carried out a load.
-    pub(crate) fn complete(&mut self, load: &Load, result: Result<u64, Error>) {
+    /// A reader has carried out a load, which began in wait number `began`.
+    pub(crate) fn complete(&mut self, load: &Load, began: u64, result: Result<u64, Error>) {
         self.in_flight -= 1;
         match result {
             Ok(bytes) => {
@@ -124,20 +127,23 @@ impl State {
             }
             Err(error) => {
                 load.items.iter().for_each(|item| self.slots.cancel(item.slot));
-                let experts = load.items.iter().map(|item| item.expert).collect();
-                self.failure = Some(Failure { layer: load.layer, experts, error });
+                if began == self.wait {
+                    let experts = load.items.iter().map(|item| item.expert).collect();
+                    self.failure = Some(Failure { layer: load.layer, experts, error });
+                }
             }
         }
     }
 
-    /// The failure of a load of one of these experts, since the last call of [`State::forget_failure`].
+    /// The failure of a load of one of these experts that began since the last call of [`State::begin_wait`].
     pub(crate) fn failure(&mut self, layer: usize, window: &[u32]) -> Option<Error> {
         let hit = |f: &mut Failure| f.layer == layer && f.experts.iter().any(|e| window.contains(e));
         self.failure.take_if(hit).map(|failure| failure.error)
     }
 
-    /// Failures from before are no matter: whoever needs those bytes asks again.
-    pub(crate) fn forget_failure(&mut self) {
+    /// Failures of loads that began before are no matter: whoever needs those bytes asks again.
+    pub(crate) fn begin_wait(&mut self) {
+        self.wait += 1;
         self.failure = None;
     }
 

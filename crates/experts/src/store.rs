@@ -208,7 +208,7 @@ impl Store {
     fn wait_for(&self, call: &LayerCall, window: &[u32]) -> Result<Vec<PlacedExpert>, ModelError> {
         let mut state = self.shared.lock();
         state.unpin_all();
-        state.forget_failure();
+        state.begin_wait();
         let (scan, enough) = (state.policy.scans(call.rows), state.policy.enough(call.rows));
         let mut since = None;
         loop {
@@ -366,6 +366,7 @@ fn serve(shared: &Shared, reader: usize) {
             state = shared.work.wait(state).unwrap_or_else(PoisonError::into_inner);
             continue;
         };
+        let began = state.wait;
         drop(state);
         let start = Instant::now();
         // A panic would leave its slots loading for ever, and somebody waiting for them.
@@ -383,7 +384,7 @@ fn serve(shared: &Shared, reader: usize) {
                 result.as_ref().copied().unwrap_or(0),
             ));
         }
-        state.complete(&load, result);
+        state.complete(&load, began, result);
         shared.done.notify_all();
     }
 }
