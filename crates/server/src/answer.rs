@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::http::header;
@@ -11,6 +11,7 @@ use axum::response::Response;
 use engine::{Event, Finish, Report, Token};
 use serde_json::{Value as Json, json};
 use text::{AnswerParser, Decoder, Piece, Tokenizer};
+use tokio::time::Instant;
 
 use crate::error::ApiError;
 use crate::exchange::{Exchange, Kind, call, finish_reason, timings, usage};

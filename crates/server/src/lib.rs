@@ -19,6 +19,8 @@ mod prompt;
 mod routes;
 mod security;
 mod service;
+#[cfg(test)]
+mod tests;
 
 pub use error::ApiError;
 pub use listen::{listen, serve};

@@ -43,7 +43,8 @@ pub struct Config {
     pub log: bool,
 }
 
-enum Command {
+/// What the engine's thread is asked.
+pub(crate) enum Command {
     Submit(Job, oneshot::Sender<Result<(), usize>>),
     Stats(oneshot::Sender<SchedulerStats>),
 }
@@ -72,7 +73,21 @@ impl Drop for Running {
     }
 }
 
+impl Running {
+    /// Requests whose events come from elsewhere.
+    #[cfg(test)]
+    pub(crate) fn with(events: mpsc::UnboundedReceiver<(usize, Event)>, cancel: Cancel) -> Running {
+        Running { events, cancel }
+    }
+}
+
 impl Service {
+    /// A service whose engine is somebody else's.
+    #[cfg(test)]
+    pub(crate) fn with(served: Served, config: Config, commands: Sender<Command>) -> Service {
+        Service { served, config, commands }
+    }
+
     /// Starts the engine's thread. It ends when the service is dropped and all requests have ended.
     ///
     /// # Errors
