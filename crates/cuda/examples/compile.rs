@@ -1,6 +1,7 @@
 //! Compiles every kernel for some architectures and reports registers and spills: needs the compiler, no GPU.
 //!
-//! `compile MODEL ARCH …` takes the shape from a model file. Fails if a kernel does not compile or a hot one spills.
+//! `compile MODEL ARCH …` takes the shape from a model file. Fails if a kernel does not compile or a hot one spills
+//! more than [`TOLERATED`].
 
 use std::process::ExitCode;
 
@@ -24,6 +25,9 @@ const HOT: [&str; 13] = [
     "gemv_1",
     "expert_dot",
 ];
+
+/// Bytes of a thread that may spill: a register or two, saved once outside of the loops.
+const TOLERATED: usize = 8;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -77,7 +81,7 @@ fn report(arch: &str, mut source: Source) -> usize {
         } else if line.contains("Used ") {
             let registers = number_before(line, " registers");
             let hot = HOT.contains(&kernel.as_str());
-            let verdict = if spills > 0 && hot { "SPILLS in a hot kernel" } else { "" };
+            let verdict = if spills > TOLERATED && hot { "SPILLS in a hot kernel" } else { "" };
             failures += usize::from(!verdict.is_empty());
             lines += &format!(
                 "{arch:8} {:16} {kernel:20} {registers:4} registers {spills:5} bytes spilled {verdict}\n",
