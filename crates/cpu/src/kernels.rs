@@ -24,6 +24,8 @@ mod neon;
 mod product;
 mod rows;
 mod simd;
+#[cfg(test)]
+mod testing;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod tiles;
 mod unpack;

@@ -1,12 +1,7 @@
 //! Convolution and gates of every variant against f64.
 
 use super::Convolution;
-use crate::Variant;
-use crate::kernels::Kernels;
-
-fn tables() -> impl Iterator<Item = &'static Kernels> {
-    Variant::ALL.into_iter().filter_map(|variant| Kernels::choose(Some(variant)).ok())
-}
+use crate::kernels::testing::tables;
 
 #[test]
 fn convolutions_of_odd_shapes() {

@@ -4,22 +4,8 @@ use half::f16;
 use model::GRID;
 
 use super::{Block, Row, TILE};
-use crate::Variant;
 use crate::kernels::Kernels;
-
-fn tables() -> impl Iterator<Item = &'static Kernels> {
-    Variant::ALL.into_iter().filter_map(|variant| Kernels::choose(Some(variant)).ok())
-}
-
-/// Numbers in [−1, 1), always the same.
-fn numbers(len: usize, seed: u32) -> Vec<f32> {
-    let mut x = seed;
-    let mut next = || {
-        x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (x >> 8) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..len).map(|_| next()).collect()
-}
+use crate::kernels::testing::{numbers, tables};
 
 /// Keys, values and queries of some positions of one head; a query for each of the last positions.
 struct Head {

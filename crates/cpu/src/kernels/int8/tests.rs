@@ -1,12 +1,8 @@
 //! The integer kernels of every variant of this machine against the functions of this module, for every type.
 
 use super::*;
-use crate::Variant;
-use crate::kernels::{Kernels, is_integer};
-
-fn tables() -> impl Iterator<Item = &'static Kernels> {
-    Variant::ALL.into_iter().filter_map(|variant| Kernels::choose(Some(variant)).ok())
-}
+use crate::kernels::is_integer;
+use crate::kernels::testing::tables;
 
 fn types() -> impl Iterator<Item = Type> {
     Type::all().filter(|&ty| is_integer(ty))

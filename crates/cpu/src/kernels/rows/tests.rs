@@ -1,11 +1,6 @@
 //! Row kernels of every variant of this machine against f64.
 
-use crate::Variant;
-use crate::kernels::Kernels;
-
-fn tables() -> impl Iterator<Item = &'static Kernels> {
-    Variant::ALL.into_iter().filter_map(|variant| Kernels::choose(Some(variant)).ok())
-}
+use crate::kernels::testing::tables;
 
 #[test]
 fn exponentials_are_accurate_and_bounded() {
