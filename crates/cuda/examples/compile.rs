@@ -1,7 +1,7 @@
 //! Compiles every kernel for some architectures and reports registers and spills: needs the compiler, no GPU.
 //!
 //! `compile MODEL ARCH …` takes the shape from a model file. Fails if a kernel does not compile or a hot one spills
-//! more than [`TOLERATED`].
+//! more than is known of it ([`KNOWN`]).
 
 use std::process::ExitCode;
 
@@ -26,8 +26,22 @@ const HOT: [&str; 13] = [
     "expert_dot",
 ];
 
-/// Bytes of a thread that may spill: a register or two, saved once outside of the loops.
-const TOLERATED: usize = 8;
+/// Hot kernels that spill nevertheless: architecture, source, beginning of the kernel's name, bytes of a thread.
+const KNOWN: [(&str, &str, &str, usize); 6] = [
+    ("sm_89", "weights IQ4_XS", "gemv_1", 8),
+    ("sm_90a", "experts IQ3_XXS", "gemm_experts_", 4),
+    ("sm_90a", "experts IQ3_S", "gemm_experts_", 4),
+    ("sm_90a", "experts IQ4_NL", "gemm_experts_", 4),
+    ("sm_90a", "experts IQ4_XS", "gemm_experts_", 4),
+    ("sm_90a", "experts MXFP4", "gemm_experts_", 4),
+];
+
+/// Bytes that a kernel is known to spill.
+fn known(arch: &str, source: &str, kernel: &str) -> usize {
+    let is_this =
+        |&&(a, s, k, _): &&(&str, &str, &str, usize)| a == arch && s == source && kernel.starts_with(k);
+    KNOWN.iter().find(is_this).map_or(0, |&(.., bytes)| bytes)
+}
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -81,7 +95,11 @@ fn report(arch: &str, mut source: Source) -> usize {
         } else if line.contains("Used ") {
             let registers = number_before(line, " registers");
             let hot = HOT.contains(&kernel.as_str());
-            let verdict = if spills > TOLERATED && hot { "SPILLS in a hot kernel" } else { "" };
+            let verdict = if hot && spills > known(arch, &source.name, &kernel) {
+                "SPILLS in a hot kernel"
+            } else {
+                ""
+            };
             failures += usize::from(!verdict.is_empty());
             lines += &format!(
                 "{arch:8} {:16} {kernel:20} {registers:4} registers {spills:5} bytes spilled {verdict}\n",
