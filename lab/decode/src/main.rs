@@ -71,6 +71,7 @@ mod kernels {
     }
 }
 
+use clock::{Random, median};
 use kernels::int8::{COLUMNS, Codes, GROUP, PANEL, Panel};
 use kernels::unpack;
 use quant::Type;
@@ -81,39 +82,6 @@ const K: usize = 2048;
 /// Weight rows that lie in the second cache, and those that do not lie in any.
 const NEAR: usize = 256;
 const FAR: usize = 128 * 1024;
-
-/// CPU seconds of this thread.
-fn now() -> f64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is writable.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
-}
-
-/// Median CPU seconds of five runs, after one to warm up.
-fn median(mut work: impl FnMut()) -> f64 {
-    work();
-    let mut times: Vec<f64> = (0..5)
-        .map(|_| {
-            let start = now();
-            work();
-            now() - start
-        })
-        .collect();
-    times.sort_by(f64::total_cmp);
-    times[2]
-}
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-}
 
 /// Decoding from the first cache: ns for 256 weights.
 fn decoding(fill: impl Fn(&[&[u8]], &mut Panel), bytes: &[u8], panel: &mut Panel) -> f64 {

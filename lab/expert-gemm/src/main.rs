@@ -57,6 +57,7 @@ mod kernels {
 
 use std::arch::x86_64::*;
 
+use clock::{Random, STEP, dot_products, median};
 use kernels::int8::{COLUMNS, Codes, GROUP, PANEL, Panel};
 use kernels::unpack;
 use quant::Type;
@@ -67,63 +68,11 @@ const EXPERTS: usize = 48;
 const ROW_BYTES: usize = K / 256 * 66;
 const BLOCKS: usize = K / COLUMNS;
 
-/// CPU seconds of this thread.
-fn now() -> f64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is writable.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
-}
-
-/// Median CPU seconds of five runs, after one to warm up.
-fn median(mut work: impl FnMut()) -> f64 {
-    work();
-    let mut times: Vec<f64> = (0..5)
-        .map(|_| {
-            let start = now();
-            work();
-            now() - start
-        })
-        .collect();
-    times.sort_by(f64::total_cmp);
-    times[2]
-}
-
 /// vpdpbusd from registers: multiply-adds a second.
 #[target_feature(enable = "avx512f,avx512vnni")]
 fn peak() -> f64 {
     const STEPS: usize = 4_000_000;
-    let seconds = median(|| {
-        // SAFETY: registers only; the features are those of the calling function.
-        unsafe {
-            std::arch::asm!(
-                "2:",
-                "vpdpbusd zmm0, zmm16, zmm16", "vpdpbusd zmm1, zmm16, zmm16",
-                "vpdpbusd zmm2, zmm16, zmm16", "vpdpbusd zmm3, zmm16, zmm16",
-                "vpdpbusd zmm4, zmm16, zmm16", "vpdpbusd zmm5, zmm16, zmm16",
-                "vpdpbusd zmm6, zmm16, zmm16", "vpdpbusd zmm7, zmm16, zmm16",
-                "vpdpbusd zmm8, zmm16, zmm16", "vpdpbusd zmm9, zmm16, zmm16",
-                "vpdpbusd zmm10, zmm16, zmm16", "vpdpbusd zmm11, zmm16, zmm16",
-                "dec {0}",
-                "jnz 2b",
-                inout(reg) STEPS => _,
-                out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _,
-                out("zmm6") _, out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _,
-            );
-        }
-    });
-    (STEPS * 12 * 64) as f64 / seconds
-}
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
+    (STEPS * STEP) as f64 / median(|| dot_products(STEPS))
 }
 
 fn weights(random: &mut Random) -> Vec<u8> {

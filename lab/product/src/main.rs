@@ -73,6 +73,7 @@ mod kernels {
 
 use std::arch::x86_64::*;
 
+use clock::{Random, STEP, dot_products, now};
 use kernels::int8::{COLUMNS, Codes, Form, GROUPS, Panel};
 use kernels::{WIDTH, unpack};
 use quant::Type;
@@ -94,37 +95,13 @@ struct Group {
     half_sums: [f32; 2],
 }
 
-/// CPU seconds of this thread.
-fn now() -> f64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is writable.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
-}
-
 /// vpdpbusd from registers: multiply-adds a second.
 #[target_feature(enable = "avx512f,avx512vnni")]
 fn peak() -> f64 {
     const STEPS: usize = 200_000;
     let start = now();
-    // SAFETY: registers only; the features are those of the calling function.
-    unsafe {
-        std::arch::asm!(
-            "2:",
-            "vpdpbusd zmm0, zmm16, zmm16", "vpdpbusd zmm1, zmm16, zmm16",
-            "vpdpbusd zmm2, zmm16, zmm16", "vpdpbusd zmm3, zmm16, zmm16",
-            "vpdpbusd zmm4, zmm16, zmm16", "vpdpbusd zmm5, zmm16, zmm16",
-            "vpdpbusd zmm6, zmm16, zmm16", "vpdpbusd zmm7, zmm16, zmm16",
-            "vpdpbusd zmm8, zmm16, zmm16", "vpdpbusd zmm9, zmm16, zmm16",
-            "vpdpbusd zmm10, zmm16, zmm16", "vpdpbusd zmm11, zmm16, zmm16",
-            "dec {0}",
-            "jnz 2b",
-            inout(reg) STEPS => _,
-            out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _,
-            out("zmm6") _, out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _,
-        );
-    }
-    (STEPS * 12 * 64) as f64 / (now() - start)
+    dot_products(STEPS);
+    (STEPS * STEP) as f64 / (now() - start)
 }
 
 /// Six rows times two panels: out [T][2 · WIDTH].
@@ -191,17 +168,6 @@ unsafe fn converted<const T: usize, const HALVES: bool, const OFFSET: bool>(
                 _mm512_storeu_ps(out.add((2 * t + p) * WIDTH), *acc);
             }
         }
-    }
-}
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
     }
 }
 

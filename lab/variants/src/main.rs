@@ -60,6 +60,7 @@ mod kernels {
     }
 }
 
+use clock::now;
 use kernels::int8::{COLUMNS, Codes, GROUPS, PANEL, Panel};
 use kernels::{VARIANTS, Variant, unpack};
 use quant::Type;
@@ -67,14 +68,6 @@ use quant::Type;
 /// One type for each way the kernels multiply.
 const TYPES: [Type; 7] =
     [Type::IQ2_XXS, Type::IQ2_XS, Type::IQ3_XXS, Type::Q4_K, Type::Q5_K, Type::Q6_K, Type::Q8_0];
-
-/// CPU seconds of this thread.
-fn now() -> f64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is writable.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
-}
 
 /// Median CPU seconds of seven runs of `times` calls, after one to warm up, for one call.
 fn median(times: usize, mut work: impl FnMut()) -> f64 {
