@@ -2,7 +2,6 @@
 
 use std::ops::{Deref, DerefMut, Range};
 
-
 /// Numbers on a cache line boundary, so that a vector never straddles two lines.
 #[derive(Debug, Default)]
 pub(crate) struct Aligned {
