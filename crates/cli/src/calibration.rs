@@ -8,7 +8,8 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use engine::plan::{Rates, cost};
+use engine::plan::Rates;
+use experts::Io;
 use model::{Capabilities, Cost, Model, Peaks};
 use serde_json::{Map, Value, json};
 
@@ -21,17 +22,15 @@ const MOST_BYTES: u64 = 1 << 20;
 /// Rates of reading a disk, bytes a second.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Disk {
-    /// Around the file cache, by one thread; `None` where the system cannot.
+    /// Around the file cache; `None` where the system cannot.
     pub direct: Option<f64>,
-    /// Through the file cache, by one thread.
+    /// Through the file cache.
     pub cached: f64,
 }
 
 /// A time per prompt length, measured on one model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Reading {
-    /// Rows of a pass.
-    pub rows: usize,
     /// Passes.
     pub passes: usize,
     /// Seconds of all of it.
@@ -134,7 +133,7 @@ impl Calibration {
         &self,
         capabilities: &Capabilities,
         threads: Option<usize>,
-        disk: Option<(Disk, bool)>,
+        disk: Option<(Disk, Io)>,
     ) -> Rates {
         let entry = &self.entry["workers"][workers(capabilities, threads)];
         let mut rates = Rates {
@@ -145,7 +144,7 @@ impl Calibration {
         };
         let processors = std::thread::available_parallelism().map_or(1, usize::from) as f64;
         match disk {
-            Some((Disk { direct: Some(direct), .. }, true)) => rates.read = Some(direct),
+            Some((Disk { direct: Some(direct), .. }, Io::Direct)) => rates.read = Some(direct),
             Some((Disk { cached, .. }, _)) => {
                 // Copying occupies a processor, which computes nothing meanwhile.
                 (rates.read, rates.copy) = (Some(cached), 1.0 / (cached * processors));
@@ -154,11 +153,6 @@ impl Calibration {
         }
         rates
     }
-}
-
-/// Cost of a generated token in the middle of a context, all of whose experts are in place.
-pub fn token_cost(model: &Model, kv: model::KvType, position: usize) -> Cost {
-    cost(model, kv, (position, 1), model.spec.moe.used)
 }
 
 /// Seconds of an operation and of a pass, from times of prompts: least squares of relative errors. With one length, or
@@ -199,7 +193,8 @@ fn workers(capabilities: &Capabilities, threads: Option<usize>) -> String {
 fn folder() -> Option<PathBuf> {
     let given = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let base = given("XDG_CACHE_HOME").filter(|path| path.is_absolute());
-    let base = base.or_else(|| given("HOME").map(|home| home.join(".cache"))).or_else(|| given("LOCALAPPDATA"));
+    let base =
+        base.or_else(|| given("HOME").map(|home| home.join(".cache"))).or_else(|| given("LOCALAPPDATA"));
     Some(base?.join("redlite"))
 }
 
@@ -210,9 +205,8 @@ fn read(path: &Path) -> Option<Value> {
     // Indexing inserts only into objects.
     let is_object = |value: &Value| value.is_null() || value.is_object();
     let fields = |value: &Value| value.as_object().is_none_or(|map: &Map<_, _>| map.values().all(is_object));
-    let sound = value.is_object() && ["workers", "disks"].iter().all(|&key| {
-        is_object(&value[key]) && fields(&value[key])
-    });
+    let sound = value.is_object()
+        && ["workers", "disks"].iter().all(|&key| is_object(&value[key]) && fields(&value[key]));
     sound.then_some(value)
 }
 
@@ -246,7 +240,7 @@ mod tests {
     fn reading(rows: usize, passes: usize) -> Reading {
         let operations = (rows * passes) as f64 * 1e9;
         // 2 ps an operation, half a second a pass.
-        Reading { rows, passes, seconds: operations * 2e-12 + 0.5 * passes as f64, operations }
+        Reading { passes, seconds: operations * 2e-12 + 0.5 * passes as f64, operations }
     }
 
     #[test]
@@ -284,9 +278,12 @@ mod tests {
         first.store();
         let again = Calibration { path: None, entry: read(&path).unwrap() };
         assert_eq!(again.disk(&folder), Some(disk));
-        let rates = again.rates(&capabilities(), Some(2), Some((disk, true)));
-        assert_eq!((rates.tokens, rates.read, rates.copy, rates.ingestion), (Some(15.0), Some(1e9), 0.0, None));
-        let cached = again.rates(&capabilities(), Some(2), Some((disk, false)));
+        let rates = again.rates(&capabilities(), Some(2), Some((disk, Io::Direct)));
+        assert_eq!(
+            (rates.tokens, rates.read, rates.copy, rates.ingestion),
+            (Some(15.0), Some(1e9), 0.0, None)
+        );
+        let cached = again.rates(&capabilities(), Some(2), Some((disk, Io::Cached)));
         assert!(cached.read == Some(2e9) && cached.copy > 0.0);
         assert_eq!(again.rates(&capabilities(), Some(1), None), Rates::default(), "other workers");
         for damaged in ["", "[]", "{\"disks\": 3}", "{\"workers\": {\"a\": 1}}", "nonsense"] {

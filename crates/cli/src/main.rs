@@ -4,6 +4,8 @@ mod args;
 mod bench;
 mod cache;
 mod cache_args;
+mod calibration;
+mod experts;
 mod failure;
 mod forge_files;
 mod info;
@@ -43,6 +45,7 @@ fn main() -> ExitCode {
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Logits(args) => logits::run(&args),
         Command::Parity(args) => parity::run(&args),
+        Command::Experts(args) => experts::run(&args),
         Command::Bench(args) => bench::run(&args),
     };
     match result {

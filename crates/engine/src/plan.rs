@@ -149,11 +149,8 @@ impl Plan {
         rows: usize,
     ) -> Result<Plan, NotEnough> {
         let shape = SnapshotShape::new(&model.spec, needs.kv);
-        let limits = Limits {
-            pass_rows: pass_rows(rows, needs.context),
-            positions: needs.positions,
-            kv: needs.kv,
-        };
+        let limits =
+            Limits { pass_rows: pass_rows(rows, needs.context), positions: needs.positions, kv: needs.kv };
         let positions = limits.positions.next_multiple_of(PAGE);
         let mut plan = Plan {
             dense: model.dense_bytes(),
@@ -190,6 +187,11 @@ impl Plan {
         }
     }
 
+    /// Seconds of reading each row of a full chunk, as far as they are known.
+    pub fn seconds_per_row(&self) -> f64 {
+        self.pass.compute(self.chunk).max(self.pass.load) / self.chunk as f64
+    }
+
     fn explain(&self, needs: &Needs) -> String {
         let PassTime { load, .. } = self.pass;
         let rows = needs.prompt.map_or(self.chunk, |prompt| prompt.min(self.chunk));
@@ -203,11 +205,11 @@ impl Plan {
                  (`redlite bench MODEL` measures it)"
             ),
             _ if self.pass.hides(rows) => {
-                format!("reading {gib:.1} GiB for each takes {load:.1} s, hidden behind {compute:.1} s of computing")
+                format!(
+                    "reading {gib:.1} GiB for each takes {load:.1} s, hidden behind {compute:.1} s of computing"
+                )
             }
-            _ => format!(
-                "reading decides: {gib:.1} GiB for each take {load:.1} s, computing {compute:.1} s"
-            ),
+            _ => format!("reading decides: {gib:.1} GiB for each take {load:.1} s, computing {compute:.1} s"),
         };
         format!("{asked}{why}")
     }

@@ -18,7 +18,7 @@ use crate::state::{Pinned, Queued, State};
 use crate::stats::{Span, Stats, Wait};
 
 /// What the user may choose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
     /// Bytes of slots; as much as all experts need if not given.
     pub budget: Option<u64>,
@@ -28,6 +28,9 @@ pub struct Options {
     pub readers: usize,
     /// Experts beyond each row's choice that the look-ahead fetches; `None` turns it off.
     pub look_ahead: Option<usize>,
+    /// Added to the router's logits of experts that have a slot when passes of a few rows choose, so that less is
+    /// read: results then depend on what the cache holds. 0 changes nothing.
+    pub route_bias: f32,
     /// Compares every expert with the mapped file when a wave names it and when the wave has been computed. For
     /// tests: it reads everything twice.
     pub verify: bool,
@@ -37,7 +40,15 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { budget: None, io: Io::Cached, readers: 4, look_ahead: Some(4), verify: false, trace: false }
+        Options {
+            budget: None,
+            io: Io::Cached,
+            readers: 4,
+            look_ahead: Some(4),
+            route_bias: 0.0,
+            verify: false,
+            trace: false,
+        }
     }
 }
 
@@ -331,6 +342,17 @@ impl ExpertSource for Store {
     fn predicted(&mut self, layer: usize, experts: &[u32]) {
         self.shared.lock().predict(layer, experts);
         self.shared.work.notify_all();
+    }
+
+    fn route_bias(&mut self, layer: usize, rows: usize) -> Option<Vec<f32>> {
+        let bias = Some(self.options.route_bias).filter(|&bias| bias != 0.0)?;
+        let state = self.shared.lock();
+        if state.policy.full || state.policy.scans(rows) {
+            return None;
+        }
+        let has_slot = |expert| state.slots.find(state.slots.key(layer, expert)).is_some();
+        let experts = 0..state.policy.experts as u32;
+        Some(experts.map(|expert| if has_slot(expert) { bias } else { 0.0 }).collect())
     }
 
     fn wants_choices(&self, call: &LayerCall) -> bool {

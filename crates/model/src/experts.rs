@@ -52,6 +52,12 @@ pub trait ExpertSource {
     /// The experts `layer` will probably choose, ascending.
     fn predicted(&mut self, _layer: usize, _experts: &[u32]) {}
 
+    /// Numbers to be added to the router's logits of `layer` when a pass of `rows` rows chooses its experts, one for
+    /// each: a source may prefer what it has, which changes results. Empty or `None` leaves them as they are.
+    fn route_bias(&mut self, _layer: usize, _rows: usize) -> Option<Vec<f32>> {
+        None
+    }
+
     /// Whether the source wants to hear what each row chooses in a layer.
     fn wants_choices(&self, _call: &LayerCall) -> bool {
         false

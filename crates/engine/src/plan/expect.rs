@@ -31,7 +31,8 @@ pub struct Expected {
 
 /// Shares of all experts in a cache, and how many of a token's experts are found there in real text
 /// (least recently used, 512 experts of which ten are used).
-const HITS: [(f64, f64); 6] = [(0.0, 0.0), (0.055, 0.56), (0.11, 0.70), (0.22, 0.80), (0.44, 0.88), (1.0, 1.0)];
+const HITS: [(f64, f64); 6] =
+    [(0.0, 0.0), (0.055, 0.56), (0.11, 0.70), (0.22, 0.80), (0.44, 0.88), (1.0, 1.0)];
 
 /// The share of a token's experts that a cache of `share` of all experts can be expected to hold.
 pub fn hit_rate(share: f64) -> f64 {
@@ -74,7 +75,13 @@ impl Rates {
 
     /// Tokens a second while generating with `share` of all experts in the cache, and the hits that are
     /// expected. What is missing is read while nothing else happens.
-    pub(super) fn decode(&self, model: &Model, kv: KvType, positions: usize, share: f64) -> Option<(f64, f64)> {
+    pub(super) fn decode(
+        &self,
+        model: &Model,
+        kv: KvType,
+        positions: usize,
+        share: f64,
+    ) -> Option<(f64, f64)> {
         let used = model.spec.moe.used;
         let bytes = cost(model, kv, (positions / 2, 1), used).bytes as f64;
         let hits = hit_rate(share);
