@@ -197,8 +197,8 @@ impl Store {
         Ok(())
     }
 
-    /// The wave of a whole layer, if every expert has a slot and is in it.
-    fn complete_layer(&mut self, layer: usize) -> Option<Wave> {
+    /// A layer, if every expert has a slot and is in it.
+    fn complete_layer(&mut self, layer: usize) -> Option<Arc<[PlacedExpert]>> {
         let known = self.complete[layer].clone();
         let experts = known.or_else(|| {
             let state = self.shared.lock();
@@ -212,7 +212,7 @@ impl Store {
             Some(placed.collect())
         })?;
         self.complete[layer] = Some(experts.clone());
-        Some(Wave { experts, last: true })
+        Some(experts)
     }
 
     /// Waits until enough of `window` is ready; pins it and returns how many.
@@ -293,10 +293,8 @@ impl ExpertSource for Store {
     }
 
     fn wave(&mut self, call: &LayerCall, from: u32) -> Result<Wave, ModelError> {
-        if from == 0
-            && let Some(wave) = self.complete_layer(call.layer)
-        {
-            return Ok(wave);
+        if let Some(experts) = self.complete_layer(call.layer) {
+            return Ok(Wave::of_layer(&experts, call.rows, from));
         }
         let (most, all) = {
             let state = self.shared.lock();
