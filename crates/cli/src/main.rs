@@ -4,7 +4,9 @@ mod args;
 mod bench;
 mod cache;
 mod cache_args;
+mod calibration;
 mod chat;
+mod experts;
 mod failure;
 mod folders;
 mod forge_files;
@@ -49,6 +51,7 @@ fn main() -> ExitCode {
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Logits(args) => logits::run(&args),
         Command::Parity(args) => parity::run(&args),
+        Command::Experts(args) => experts::run(&args),
         Command::Bench(args) => bench::run(&args),
     };
     match result {
