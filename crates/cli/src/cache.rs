@@ -61,8 +61,8 @@ pub fn plan(
         CacheWish::Auto if !is_cpu => CacheWish::Mapped,
         wish => wish,
     };
-    let spec = &model.spec;
-    let scratch = |limits: &Limits| if is_cpu { cpu::Cpu::scratch_bytes(spec, limits) } else { 0 };
+    let exact = is_cpu.then(|| cpu::is_exact(&cpu_options(args))).transpose()?;
+    let scratch = |limits: &Limits| exact.map_or(0, |exact| cpu::Cpu::scratch_bytes(model, limits, exact));
     let needs = Needs {
         positions: room.positions,
         context: room.context,

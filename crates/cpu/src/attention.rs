@@ -61,8 +61,9 @@ pub(crate) fn project(
 ) {
     let (cols, count, attention) = (spec.hidden, rows.len(), &spec.attention);
     let (queries, kv, dim) = (attention.query_dim(), attention.kv_dim(), attention.head_dim);
-    let Buffers { hidden, norm, codes, block, rope, .. } = &mut open.buffers;
-    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (Codes::per_row(cols))..]);
+    let Buffers { hidden, norm, whole_norm, codes, block, rope, .. } = &mut open.buffers;
+    let norm = Buffers::block_norm(norm, *whole_norm, rows.start, cols);
+    let codes = &mut codes[rows.start * Codes::per_row(cols)..];
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
     embed::norm(team, x, (norm_weight, spec.rms_eps), norm, codes);
     let x =
