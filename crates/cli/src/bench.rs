@@ -168,7 +168,7 @@ impl<'a> Bench<'a> {
         }
         let threads = cache::threads(&args.backend);
         let prompts = shapes.iter().filter(|shape| shape.test == Test::Prompt).map(|shape| shape.tokens);
-        let room = Room { context, positions: context, prompt: prompts.max() };
+        let room = Room { context, positions: context, prompt: prompts.max(), lasting: true };
         let mut backend = args.backend.clone();
         backend.cache.replay = args.replay.likeness(&backend.cache, args.seed);
         let started = open::start_for(&model, &backend, room, args.json)?;

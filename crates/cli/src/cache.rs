@@ -26,6 +26,8 @@ pub struct Room {
     pub positions: usize,
     /// Tokens of the prompt, if they are known.
     pub prompt: Option<usize>,
+    /// Whether many prompts are to come.
+    pub lasting: bool,
 }
 
 /// A plan, and how experts are read.
@@ -73,6 +75,7 @@ pub fn plan(
         scratch: &scratch,
         floor: floor(model),
         cache,
+        lasting: room.lasting,
     };
     let mut calibration = Calibration::load();
     let capabilities = is_cpu.then(|| cpu::capabilities(&cpu_options(args))).transpose()?;

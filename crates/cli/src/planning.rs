@@ -21,7 +21,7 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
     let fail = |source| Failure::Model { path: args.model.clone(), source };
     let model = Model::open(&args.model).map_err(fail)?;
     let context = args.backend.context.unwrap_or(model.spec.context.min(4096));
-    let room = Room { context, positions: context, prompt: args.prompt };
+    let room = Room { context, positions: context, prompt: args.prompt, lasting: args.prompt.is_none() };
     let given = args.memory.map(|bytes| Spare { bytes, limit: "--memory" });
     let spare = given.or_else(machine::spare_memory);
     let Planned { plan, io, rates } = cache::plan(&model, &args.backend, &room, spare.clone())?;

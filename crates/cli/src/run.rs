@@ -50,7 +50,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
     let started = open::start_for(
         &opened.model,
         &backend,
-        Room { context, positions: context, prompt: Some(tokens.len()) },
+        Room { context, positions: context, prompt: Some(tokens.len()), lasting: false },
         quiet,
     )?;
     let mut answer = Answer { profile: Profile::default(), prompt: tokens.len(), ..Answer::new(started) };
