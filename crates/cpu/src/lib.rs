@@ -139,7 +139,7 @@ pub fn capabilities(options: &Options) -> Result<Capabilities, Error> {
     Ok(Capabilities {
         name: "cpu",
         variant: kernels.variant.name().to_string(),
-        kernel_version: if is_exact(options)? { 3 } else { 6 },
+        kernel_version: if is_exact(options)? { 3 } else { 7 },
         block_rows: BLOCK_ROWS,
         smallest_chunk: 1,
     })
