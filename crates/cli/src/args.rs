@@ -11,13 +11,15 @@ use quant::Type;
 
 use crate::bench::args::BenchArgs;
 use crate::cache_args::{CacheArgs, DoctorArgs, PlanArgs};
+use crate::chat::args::ChatArgs;
 use crate::experts::args::ExpertsArgs;
+use crate::pull::args::PullArgs;
 use crate::serve::args::ServeArgs;
 
 pub use files::{ConvertArgs, QuantizeArgs, RecipeName, ShapeArgs, SynthArgs, WorkArgs};
 pub use inspect::{InfoArgs, TextArgs, TokenizeArgs};
 pub use measure::{LogitsArgs, ParityArgs, PerplexityArgs, TokensArgs};
-pub use run::RunArgs;
+pub use run::{RunArgs, SamplingArgs};
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -41,8 +43,12 @@ pub struct Cli {
 pub enum Command {
     /// Read a prompt and answer or continue it.
     Run(RunArgs),
+    /// Hold a conversation at the terminal.
+    Chat(ChatArgs),
     /// Serve a model over HTTP, as agents and OpenAI's clients speak it.
     Serve(ServeArgs),
+    /// Download a model from Hugging Face, or from anywhere.
+    Pull(PullArgs),
     /// Show which memory a run would take, and why, without loading anything.
     Plan(PlanArgs),
     /// Show what this machine has for running models, and how fast it reads a model file.

@@ -5,17 +5,21 @@ mod bench;
 mod cache;
 mod cache_args;
 mod calibration;
+mod chat;
 mod experts;
 mod failure;
+mod folders;
 mod forge_files;
 mod info;
 mod interrupt;
+mod kept;
 mod logits;
 mod open;
 mod parity;
 mod perplexity;
 mod planning;
 mod prompt;
+mod pull;
 mod report;
 mod run;
 mod serve;
@@ -34,7 +38,9 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
         Command::Run(args) => run::run(&args),
+        Command::Chat(args) => chat::run(&args),
         Command::Serve(args) => serve::run(&args),
+        Command::Pull(args) => pull::run(&args),
         Command::Plan(args) => planning::plan(&args),
         Command::Doctor(args) => planning::doctor(&args),
         Command::Info(args) => info::run(&args),
