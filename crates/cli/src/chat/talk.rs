@@ -89,7 +89,8 @@ impl Talk {
         let spec = &opened.model.spec;
         let context = args.backend.context.unwrap_or(CONTEXT.min(spec.context));
         let sessions = session_options(spec, args, context);
-        let room = Sessions::positions(spec, &sessions);
+        let states = Sessions::state_positions(spec, &sessions, 1);
+        let room = Sessions::positions(spec, &sessions).saturating_add(states);
         let positions = context.saturating_add(2 * PAGE).saturating_add(room);
         let mut started =
             open::start_with_room(&opened.model, &args.backend, (context, positions), args.quiet)?;
