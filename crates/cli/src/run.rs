@@ -24,7 +24,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
         max_tokens: args.max_tokens,
         stop: args.stop.clone(),
         ignore_eos: args.ignore_eos,
-        logprobs: None,
+        ..GenerationOptions::default()
     };
     options.sampling.check()?;
     if args.stop.iter().any(String::is_empty) {

@@ -222,7 +222,7 @@ impl Talk {
                 match piece {
                     Piece::Content(text) => answer.content += &text,
                     Piece::Reasoning(text) => answer.reasoning += &text,
-                    Piece::Call(_) => {}
+                    Piece::Call(_) | Piece::Arguments(_) => {}
                 }
             }
             if last {
@@ -243,7 +243,7 @@ impl Talk {
             Piece::Reasoning(text) if self.dim => write!(out, "\x1b[2m{text}\x1b[0m")?,
             Piece::Reasoning(text) | Piece::Content(text) => out.write_all(text.as_bytes())?,
             // No notation of calls is told to the parser: none come.
-            Piece::Call(_) => {}
+            Piece::Call(_) | Piece::Arguments(_) => {}
         }
         out.flush()
     }
