@@ -24,6 +24,9 @@ pub struct CacheArgs {
     /// Experts beyond each token's own that are read ahead for the next layer while generating; `off` reads none.
     #[arg(long, value_name = "N", default_value = "4", value_parser = parse_look_ahead)]
     pub look_ahead: LookAhead,
+    /// Memory of the GPU that may be taken [default: what is free there].
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub gpu_memory: Option<u64>,
     /// Whether times of every load are kept.
     #[arg(skip)]
     pub trace: bool,

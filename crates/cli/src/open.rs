@@ -10,9 +10,9 @@ use model::{Backend, Limits, Model, ResidentWeights};
 use text::Tokenizer;
 
 use crate::args::{BackendArgs, BackendName};
-use crate::cache;
 use crate::failure::Failure;
 use crate::report::{self, Bar};
+use crate::{cache, gpu};
 
 /// A model and its tokenizer.
 pub struct Opened {
@@ -92,9 +92,10 @@ pub fn start_with_room(
     let options = cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() };
     let plan = cache::plan(model, args, &limits, engine::machine::spare_memory())?;
     if !quiet {
-        report::say(format_args!("{}", cache::line(&plan)));
+        report::say(format_args!("{}", cache::line(&plan, args.backend)));
     }
-    let mut backend = backend(model, args.backend, options, limits, quiet)?;
+    let on_gpu = gpu::options(&plan, args);
+    let mut backend = backend(model, args.backend, (options, on_gpu), limits, quiet)?;
     let variant = backend.capabilities().variant.clone();
     let (experts, monitor) = cache::source(model, &mut *backend, &args.cache, &plan)?;
     let options = Options { chunk: args.chunk, context };
@@ -107,11 +108,11 @@ pub fn pass_rows(chunk: usize, positions: usize) -> usize {
     chunk.max(model::GRID).saturating_add(model::GRID).min(positions.max(model::GRID))
 }
 
-/// A backend by name; `options` are those of the CPU.
+/// A backend by name; `options` are those of the CPU and of the GPU.
 pub fn backend(
     model: &Arc<Model>,
     name: BackendName,
-    options: cpu::Options,
+    (options, on_gpu): (cpu::Options, cuda::Options),
     limits: Limits,
     quiet: bool,
 ) -> Result<Box<dyn Backend>, Failure> {
@@ -122,7 +123,7 @@ pub fn backend(
         }
         BackendName::Cuda => {
             let weights = load(model, quiet)?;
-            return Ok(Box::new(cuda::Cuda::new(model.clone(), &weights, limits, cuda::Options::default())?));
+            return Ok(Box::new(cuda::Cuda::new(model.clone(), &weights, limits, on_gpu)?));
         }
         BackendName::Reference => reference::Rounding::None,
         BackendName::ReferenceLlama => reference::Rounding::LlamaCpp,

@@ -58,6 +58,7 @@ struct Gemm {
     // and the experts that tiles name.
     const u8 *blocks[2];
     long strides[2];
+    const u64 *places[2]; // of each expert's blocks instead; may be null
     const u32 *list;
 };
 
@@ -218,7 +219,7 @@ template <Then THEN> DEVICE Blocks blocks(const Gemm &p, const Tile &tile, int f
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         int m = THEN == GATED ? half : 0, n = first_n + (THEN == GATED ? 0 : half * TILE_N / 2);
-        out.first[half] = p.blocks[m] + expert * p.strides[m] + n * out.row_bytes;
+        out.first[half] = expert_at(p.blocks[m], p.strides[m], p.places[m], expert) + n * out.row_bytes;
         out.most[half] = max(p.n - 1 - n, -n);
     }
     return out;

@@ -42,6 +42,7 @@ struct DecodeExperts {
     const u8 *from;  // expert 0's matrix
     u16 *to;         // room of the first listed expert
     long stride;     // bytes from one expert to the next
+    const u64 *places; // of each expert's matrix instead; may be null
     long to_stride;  // numbers from one listed expert's room to the next
     long groups;     // of one expert
     const u32 *list; // experts
@@ -52,7 +53,7 @@ KERNEL void decode_experts(DecodeExperts p) {
     long index = (long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= p.groups) return;
     float w[8];
-    decode_group(p.from + p.list[blockIdx.y] * p.stride, index, w);
+    decode_group(expert_at(p.from, p.stride, p.places, p.list[blockIdx.y]), index, w);
     ((uint4 *)(p.to + blockIdx.y * p.to_stride))[index] = round_group(w);
 }
 
@@ -224,8 +225,9 @@ DEVICE bool has(const Mask &mask, u32 expert) { return mask.bits[expert / 32] >>
 
 struct ExpertDot {
     Mask mask;
-    const u8 *weights[2];  // gate and up of expert 0; up may be null
+    const u8 *weights[2];  // gate and up of expert 0; up may be null, its stride then 0
     long stride[2];        // bytes from one expert to the next
+    const u64 *places[2];  // of each expert's matrix instead; may be null
     float *out;            // [pairs, rows]: SiLU(gate) ⊙ up, or the products with gate alone
     const float *x;        // [pass rows, cols]
     const u32 *ids;        // [pass rows, used]
@@ -238,6 +240,8 @@ KERNEL __launch_bounds__(256) void expert_dot(__grid_constant__ const ExpertDot 
     int pair = blockIdx.y, lanes = lanes_of(p.cols), per_warp = 32 / lanes, lane = threadIdx.x % lanes;
     u32 expert = p.ids[pair];
     if (!has(p.mask, expert)) return;
+    const u8 *first = expert_at(p.weights[0], p.stride[0], p.places[0], expert);
+    const u8 *second = expert_at(p.weights[1], p.stride[1], p.places[1], expert);
     stage_row(x, p.x + (long)(pair / p.used) * p.cols, 0, p.cols);
     __syncthreads();
     int warps = gridDim.x * (blockDim.x / 32), own = threadIdx.x % 32 / lanes;
@@ -246,10 +250,10 @@ KERNEL __launch_bounds__(256) void expert_dot(__grid_constant__ const ExpertDot 
         int output = min(base + own, p.rows - 1);
         long at = output * row_bytes(p.cols);
         float gate[1], up[1];
-        dot_part<1>(p.weights[0] + expert * p.stride[0] + at, x, 0, p.cols, lane, lanes, gate);
-        if (p.weights[1]) dot_part<1>(p.weights[1] + expert * p.stride[1] + at, x, 0, p.cols, lane, lanes, up);
+        dot_part<1>(first + at, x, 0, p.cols, lane, lanes, gate);
+        if (second) dot_part<1>(second + at, x, 0, p.cols, lane, lanes, up);
         float value = group_sum(gate[0], lanes);
-        if (p.weights[1]) value = silu(value) * group_sum(up[0], lanes);
+        if (second) value = silu(value) * group_sum(up[0], lanes);
         if (lane == 0 && base + own < p.rows) p.out[(long)pair * p.rows + output] = value;
     }
 }
@@ -258,6 +262,7 @@ struct ExpertDown {
     Mask mask;
     const u8 *weights;    // down of expert 0: [rows, cols]
     long stride;          // bytes from one expert to the next
+    const u64 *places;    // of each expert's matrix instead; may be null
     const float *x;       // [pairs, cols]
     const float *up;      // [pairs, cols]: if not null, x is SiLU(x) ⊙ up
     const u32 *ids;       // [pass rows, used]
@@ -293,7 +298,7 @@ KERNEL __launch_bounds__(256) void expert_down(__grid_constant__ const ExpertDow
                 u32 pair = p.order[row + min(rank, p.used - 1)], expert = p.ids[row + pair];
                 sums[i][0] = 0.0f;
                 if (rank < p.used && has(p.mask, expert)) {
-                    dot_part<1>(p.weights + expert * p.stride + at, x + pair * stride, 0, p.cols, lane, lanes, sums[i]);
+                    dot_part<1>(expert_at(p.weights, p.stride, p.places, expert) + at, x + pair * stride, 0, p.cols, lane, lanes, sums[i]);
                 }
             }
 #pragma unroll

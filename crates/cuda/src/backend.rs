@@ -1,10 +1,13 @@
 //! The interface to the engine: books of passes, and each stage handed to its file.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use cudarc::driver::DriverError;
 use model::state::{SequenceId, Snapshot};
-use model::{Backend, Capabilities, Error, Intermediate, Matrix, Pass, PassId, Result, Stage, Wave};
+use model::{
+    Backend, Capabilities, Error, Intermediate, Matrix, Pass, PassId, Result, SlotMemory, Stage, Wave,
+};
 
 use crate::driver::Event;
 use crate::open::{Buffers, Open, attention_columns, delta_columns};
@@ -204,6 +207,19 @@ impl Backend for Cuda {
 
     fn experts(&mut self, pass: PassId, layer: usize, wave: &Wave) -> Result<()> {
         self.stage(pass, (Stage::Experts, layer, 0..0), |cuda, open| cuda.expert_rows(open, layer, wave))
+    }
+
+    fn slot_memory(&mut self, bytes: usize) -> Result<(u32, Arc<dyn SlotMemory>)> {
+        self.bind("experts")?;
+        self.add_arena(bytes)
+    }
+
+    fn predict(&mut self, pass: PassId, layer: usize, margin: usize) -> Result<Option<Vec<u32>>> {
+        self.bind("route")?;
+        let open = self.take(pass)?;
+        let likely = self.likely(&open, layer, margin);
+        self.passes[pass.0 as usize] = Some(open);
+        likely.map_err(fail("route", layer))
     }
 
     fn head(&mut self, pass: PassId) -> Result<()> {

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 pub(crate) struct Device {
     ordinal: sys::CUdevice,
     context: sys::CUcontext,
-    stream: sys::CUstream,
+    pub(crate) stream: sys::CUstream,
     pub(crate) name: String,
     /// Compute capability.
     pub(crate) capability: (i32, i32),
@@ -264,21 +264,52 @@ impl Drop for Module {
     }
 }
 
-/// A point on the stream.
+/// A point on a stream.
 pub(crate) struct Event {
     event: sys::CUevent,
 }
 
 // SAFETY: as for `Device`.
 unsafe impl Send for Event {}
+// SAFETY: as for `Device`.
+unsafe impl Sync for Event {}
 
 impl Event {
     /// A point behind everything enqueued.
     pub(crate) fn record(device: &Device) -> std::result::Result<Event, DriverError> {
+        Event::record_on(device.stream)
+    }
+
+    /// A point behind everything enqueued on a stream.
+    pub(crate) fn record_on(stream: sys::CUstream) -> std::result::Result<Event, DriverError> {
         let event = Event { event: result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)? };
         // SAFETY: both are alive.
-        unsafe { result::event::record(event.event, device.stream) }?;
+        unsafe { result::event::record(event.event, stream) }?;
         Ok(event)
+    }
+
+    /// What is enqueued on `stream` from now on waits for it.
+    pub(crate) fn hold(&self, stream: sys::CUstream) -> std::result::Result<(), DriverError> {
+        // SAFETY: both are alive.
+        unsafe {
+            result::stream::wait_event(stream, self.event, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT)
+        }
+    }
+
+    /// Whether the GPU has come past it.
+    pub(crate) fn has_passed(&self) -> std::result::Result<bool, DriverError> {
+        // SAFETY: made by us.
+        match unsafe { result::event::query(self.event) } {
+            Ok(()) => Ok(true),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Waits for it.
+    pub(crate) fn wait(&self) -> std::result::Result<(), DriverError> {
+        // SAFETY: made by us.
+        unsafe { result::event::synchronize(self.event) }
     }
 
     /// Milliseconds of the GPU from `self` to `end`, both of which have passed.

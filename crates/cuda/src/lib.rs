@@ -12,6 +12,7 @@
 //! One file for each group of stages, as in the other backends; `driver`, `compile`, `sources` and `kernels` lead from
 //! the text of a kernel to its launch.
 
+mod ahead;
 mod attention;
 mod backend;
 mod compile;
@@ -23,8 +24,12 @@ mod kernels;
 mod linear;
 mod moe;
 mod open;
+mod place;
+mod plan;
+mod slots;
 mod sources;
 mod state;
+mod transfer;
 mod weights;
 
 use std::sync::Arc;
@@ -38,8 +43,11 @@ pub use error::{Error, Result};
 pub use kernels::sources;
 use kernels::{Kernels, WeightKernels};
 use open::{Buffers, Open, Scratch};
+pub use plan::{Memory, free_memory};
+use slots::Arena;
 pub use sources::{Source, Target};
 use state::DeviceState;
+use transfer::GpuLanes;
 use weights::DeviceWeights;
 
 /// Choices.
@@ -47,6 +55,11 @@ use weights::DeviceWeights;
 pub struct Options {
     /// Which GPU, in the order of the driver.
     pub device: i32,
+    /// Experts are not copied to the GPU: they come through slots of so many bytes, see
+    /// [`Backend::slot_memory`](model::Backend::slot_memory).
+    pub slots: Option<u64>,
+    /// Bytes of the GPU's memory that may be taken; all that is free if not given.
+    pub memory: Option<u64>,
 }
 
 /// A model on a GPU.
@@ -62,6 +75,9 @@ pub struct Cuda {
     spans: Vec<(Stage, Event, Event)>,
     state: DeviceState,
     weights: DeviceWeights,
+    /// Whether the GPU holds every expert.
+    whole: bool,
+    arenas: Vec<Arc<Arena<GpuLanes>>>,
     kernels: Kernels,
     target: Target,
     device: Arc<Device>,
@@ -83,14 +99,15 @@ impl Cuda {
     ) -> Result<Cuda> {
         check(&model)?;
         let device = Device::open(options.device)?;
-        let needed = needed(&model, &limits);
-        let free = device.free_memory()?;
+        let memory = Memory::new(&model, &limits);
+        let needed = memory.rest() + options.slots.unwrap_or(memory.experts);
+        let free = (device.free_memory()? as u64).min(options.memory.unwrap_or(u64::MAX));
         if needed > free {
-            return Err(Error::Memory { free, needed });
+            return Err(Error::Memory { free: free as usize, needed: needed as usize });
         }
         let target = Target::of(device.capability, device.shared);
         let kernels = Kernels::new(&device, &target, &model, limits.kv)?;
-        let weights = DeviceWeights::new(&device, &model, weights)?;
+        let weights = DeviceWeights::new(&device, &model, weights, options.slots.is_none())?;
         let state = DeviceState::new(&device, &model.spec, limits.kv, limits.positions);
         let capabilities = Capabilities {
             name: "cuda",
@@ -110,6 +127,8 @@ impl Cuda {
             spans: Vec::new(),
             state,
             weights,
+            whole: options.slots.is_none(),
+            arenas: Vec::new(),
             kernels,
             target,
             device,
@@ -155,12 +174,6 @@ fn check(model: &Model) -> Result<()> {
         Some(&width) => refuse("a width", width, "a multiple of 8"),
         None => Ok(()),
     }
-}
-
-/// Bytes a model takes on the GPU: weights, state of two sequences, buffers of a pass, scratch.
-fn needed(model: &Model, limits: &Limits) -> usize {
-    let state = DeviceState::bytes(&model.spec, limits.kv, limits.positions, 3);
-    weights::bytes(model) + state + open::bytes(&model.spec, limits.pass_rows)
 }
 
 /// Turns an error of the driver into one of a stage.

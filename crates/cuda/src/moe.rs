@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use cudarc::driver::DriverError;
-use model::{PlacedExpert, Slot, Spec, Stage, Wave};
+use model::{Spec, Stage, Wave};
 
 use crate::head::Norm;
 use crate::linear::{Gemm, Rows, Then, WARPS, dense, staged};
@@ -18,15 +18,15 @@ type Mask = [u32; 32];
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Route {
-    logits: u64,
-    ids: u64,
-    weights: u64,
-    order: u64,
-    counts: u64,
-    rows: i32,
-    experts: i32,
-    used: i32,
+pub(crate) struct Route {
+    pub(crate) logits: u64,
+    pub(crate) ids: u64,
+    pub(crate) weights: u64,
+    pub(crate) order: u64,
+    pub(crate) counts: u64,
+    pub(crate) rows: i32,
+    pub(crate) experts: i32,
+    pub(crate) used: i32,
 }
 
 #[derive(Clone, Copy)]
@@ -59,6 +59,7 @@ struct DecodeExperts {
     from: u64,
     to: u64,
     stride: i64,
+    places: u64,
     to_stride: i64,
     groups: i64,
     list: u64,
@@ -84,6 +85,7 @@ struct ExpertDot {
     mask: Mask,
     weights: [u64; 2],
     stride: [i64; 2],
+    places: [u64; 2],
     out: u64,
     x: u64,
     ids: u64,
@@ -98,6 +100,7 @@ struct ExpertDown {
     mask: Mask,
     weights: u64,
     stride: i64,
+    places: u64,
     x: u64,
     up: u64,
     ids: u64,
@@ -169,12 +172,18 @@ impl Cuda {
             experts: spec.moe.experts as i32,
             used: spec.moe.used as i32,
         };
-        const WARPS: usize = 4; // a row each
-        let shared = WARPS * 4 * (spec.moe.experts + 2 * spec.moe.used);
-        device.launch(&self.kernels.route, (count.div_ceil(WARPS), 1, 1), 32 * WARPS, shared, &p)?;
+        self.choose(&p)?;
         open.routed = rows.end;
         open.grouped = false;
         Ok(())
+    }
+
+    /// The experts of each row, given the router's logits.
+    pub(crate) fn choose(&self, p: &Route) -> Done {
+        const WARPS: usize = 4; // a row each
+        let shared = WARPS * 4 * (p.experts + 2 * p.used) as usize;
+        let grid = ((p.rows as usize).div_ceil(WARPS), 1, 1);
+        self.device.launch(&self.kernels.route, grid, 32 * WARPS, shared, p)
     }
 
     pub(crate) fn shared_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
@@ -205,31 +214,22 @@ impl Cuda {
         let refuse = |message: String| {
             Err(model::Error::Backend { backend: "cuda", stage: Stage::Experts.name(), layer, message })
         };
-        let (experts, rows) = (self.model.spec.moe.experts, open.pass.rows());
-        for PlacedExpert { expert, slot } in &*wave.experts {
-            if slot.arena != Slot::FILE {
-                let arena = slot.arena;
-                return refuse(format!(
-                    "expert {expert} is in arena {arena}, not in the GPU's copy of the file"
-                ));
-            }
-            if *expert as usize >= experts {
-                return refuse(format!("there is no expert {expert}: the layer has {experts}"));
-            }
-        }
+        let rows = open.pass.rows();
         if open.routed != rows {
             return refuse(format!("{} of {rows} rows have been routed", open.routed));
         }
+        let (triplet, slots) = self.place(layer, wave)?;
         let mut mask = [0u32; 32];
         wave.experts.iter().for_each(|placed| mask[placed.expert as usize / 32] |= 1 << (placed.expert % 32));
-        let triplet = self.weights.experts[layer];
         let done = if open.single {
             self.experts_single(open, triplet, (mask, wave.last))
         } else {
             let list: Vec<u32> = wave.experts.iter().map(|placed| placed.expert).collect();
             self.experts_grouped(open, triplet, &list, (mask, wave.last))
         };
-        done.map_err(fail(Stage::Experts.name(), layer))
+        done.map_err(fail(Stage::Experts.name(), layer))?;
+        let noted = slots.map_or(Ok(()), |slots| slots.enqueued());
+        noted.or_else(|error| refuse(error.to_string()))
     }
 
     fn experts_single(&mut self, open: &Open, [gate, up, down]: Triplet, (mask, last): (Mask, bool)) -> Done {
@@ -245,6 +245,7 @@ impl Cuda {
                 mask,
                 weights: [first.at, second.map_or(0, |second| second.at)],
                 stride: [first.stride as i64, second.map_or(0, |second| second.stride as i64)],
+                places: [first.places, second.map_or(0, |second| second.places)],
                 out,
                 x: buffers.norm.at(),
                 ids: buffers.ids.at(),
@@ -267,6 +268,7 @@ impl Cuda {
             mask,
             weights: down.at,
             stride: down.stride as i64,
+            places: down.places,
             x: inner,
             up: if fused { 0 } else { up_at },
             ids: buffers.ids.at(),
@@ -374,7 +376,8 @@ impl Cuda {
         match self.kernels.experts_of(gate.ty).filter(|_| gate.ty == up.ty) {
             Some(kernels) => {
                 let strides = [gate.stride as i64, up.stride as i64];
-                let p = Gemm { blocks: [gate.at, up.at], strides, ..into };
+                let places = [gate.places, up.places];
+                let p = Gemm { blocks: [gate.at, up.at], strides, places, ..into };
                 self.multiply_with(&kernels.gated, (512, kernels.shared), p)?;
             }
             None => {
@@ -384,7 +387,8 @@ impl Cuda {
         }
         match self.kernels.experts_of(down.ty) {
             Some(kernels) => {
-                let p = Gemm { blocks: [down.at; 2], strides: [down.stride as i64; 2], ..out };
+                let strides = [down.stride as i64; 2];
+                let p = Gemm { blocks: [down.at; 2], strides, places: [down.places; 2], ..out };
                 self.multiply_with(&kernels.down, (512, kernels.shared), p)
             }
             None => {
@@ -410,6 +414,7 @@ impl Cuda {
                 from: matrix.at,
                 to: room + 2 * (i * one) as u64,
                 stride: matrix.stride as i64,
+                places: matrix.places,
                 to_stride: stride as i64,
                 groups: groups as i64,
                 list,

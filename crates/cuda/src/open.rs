@@ -96,6 +96,10 @@ pub(crate) struct Scratch {
     pub(crate) pairs: Room,
     pub(crate) list: Room,
     pub(crate) tiles: Room,
+    /// Addresses of the matrices of a wave's experts: [3, experts] u64.
+    pub(crate) places: Room,
+    /// What the look-ahead computes: norms, logits, choices.
+    pub(crate) ahead: Room,
     /// Convolved rows and what `delta_prepare` makes of them.
     pub(crate) convolved: Room,
     pub(crate) u: Room,
