@@ -67,8 +67,8 @@ pub fn line(plan: &Plan, backend: BackendName) -> String {
 pub fn source(
     model: &Arc<Model>,
     backend: &mut dyn Backend,
-    args: &CacheArgs,
-    plan: &Plan,
+    (args, plan): (&CacheArgs, &Plan),
+    fetched: Option<gpu::Fetched>,
 ) -> Result<(Box<dyn ExpertSource + Send>, Option<Monitor>), Failure> {
     let budget = match plan.cache {
         Cache::Mapped => return Ok((Box::new(MappedExperts::new(model)), None)),
@@ -83,9 +83,16 @@ pub fn source(
         trace: args.trace,
         ..Options::default()
     };
-    let store = Store::new(model, backend, options)?;
+    let Some(fetched) = fetched else {
+        let store = Store::new(model, backend, options)?;
+        let monitor = store.monitor();
+        return Ok((Box::new(store), Some(monitor)));
+    };
+    let options = Options { budget: Some(fetched.window), ..options };
+    let reader = Box::new(gpu::PinnedReader(fetched.home));
+    let store = Store::with_reader(model, backend, options, reader)?;
     let monitor = store.monitor();
-    Ok((Box::new(store), Some(monitor)))
+    Ok((Box::new(cuda::Fetching::new(model, store, fetched.rows)), Some(monitor)))
 }
 
 /// The reader asked for, or the faster one: a few large reads of each tell. Direct reads leave the file cache to
@@ -133,7 +140,9 @@ impl Loads {
             let [(before, copied_before), (after, copied)] = pair else { unreachable!("windows of two") };
             let bytes = copied.bytes - copied_before.bytes;
             let seconds = copied.seconds - copied_before.seconds;
-            (after.since(before), CopyStats { bytes, seconds })
+            let (found, fetched) =
+                (copied.found - copied_before.found, copied.fetched - copied_before.fetched);
+            (after.since(before), CopyStats { bytes, seconds, found, fetched })
         })
     }
 
@@ -163,6 +172,8 @@ impl Loads {
                 "predicted_wasted": stats.predicted_wasted,
                 "copied_bytes": copies.bytes,
                 "copy_seconds": copies.seconds,
+                "gpu_found": copies.found,
+                "gpu_fetched": copies.fetched,
             })
         };
         self.monitor.is_some().then(|| self.phases().map(phase).collect())
@@ -171,11 +182,20 @@ impl Loads {
 
 /// Bytes copied to the GPU, how fast, and how busy the link was; nothing if there were none.
 fn copies_of(copies: &CopyStats, time: Duration) -> String {
+    let by_itself = copies.found + copies.fetched;
+    let fetched = match by_itself {
+        0 => String::new(),
+        all => format!(
+            "; the GPU found {:.1} % of {all} experts in its slots and fetched {}",
+            100.0 * copies.found as f64 / all as f64,
+            copies.fetched
+        ),
+    };
     if copies.bytes == 0 {
-        return String::new();
+        return fetched;
     }
     format!(
-        "; copied to the GPU {} at {:.1} GB/s, busy {:.1} % of the time",
+        "{fetched}; copied to the GPU {} at {:.1} GB/s, busy {:.1} % of the time",
         report::size(copies.bytes),
         copies.bytes as f64 / copies.seconds.max(1e-9) / 1e9,
         100.0 * copies.seconds / time.as_secs_f64().max(1e-9),

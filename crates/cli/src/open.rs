@@ -94,10 +94,12 @@ pub fn start_with_room(
     if !quiet {
         report::say(format_args!("{}", cache::line(&plan, args.backend)));
     }
-    let on_gpu = gpu::options(&plan, args);
-    let mut backend = backend(model, args.backend, (options, on_gpu), limits, quiet)?;
+    let (mut backend, fetched) = match args.backend {
+        BackendName::Cuda => gpu::start(model, args, &plan, limits, quiet)?,
+        name => (backend(model, name, options, limits, quiet)?, None),
+    };
     let variant = backend.capabilities().variant.clone();
-    let (experts, monitor) = cache::source(model, &mut *backend, &args.cache, &plan)?;
+    let (experts, monitor) = cache::source(model, &mut *backend, (&args.cache, &plan), fetched)?;
     let options = Options { chunk: args.chunk, context };
     let engine = Engine::new(model.clone(), backend, experts, options);
     Ok(Started { engine, load: began.elapsed(), variant, monitor })
@@ -108,11 +110,11 @@ pub fn pass_rows(chunk: usize, positions: usize) -> usize {
     chunk.max(model::GRID).saturating_add(model::GRID).min(positions.max(model::GRID))
 }
 
-/// A backend by name; `options` are those of the CPU and of the GPU.
+/// A backend by name; `options` are those of the CPU.
 pub fn backend(
     model: &Arc<Model>,
     name: BackendName,
-    (options, on_gpu): (cpu::Options, cuda::Options),
+    options: cpu::Options,
     limits: Limits,
     quiet: bool,
 ) -> Result<Box<dyn Backend>, Failure> {
@@ -123,7 +125,7 @@ pub fn backend(
         }
         BackendName::Cuda => {
             let weights = load(model, quiet)?;
-            return Ok(Box::new(cuda::Cuda::new(model.clone(), &weights, limits, on_gpu)?));
+            return Ok(Box::new(cuda::Cuda::new(model.clone(), &weights, limits, cuda::Options::default())?));
         }
         BackendName::Reference => reference::Rounding::None,
         BackendName::ReferenceLlama => reference::Rounding::LlamaCpp,
@@ -132,7 +134,7 @@ pub fn backend(
     Ok(Box::new(reference::Reference::new(model.clone(), limits, options)?))
 }
 
-fn load(model: &Model, quiet: bool) -> Result<ResidentWeights, Failure> {
+pub fn load(model: &Model, quiet: bool) -> Result<ResidentWeights, Failure> {
     let bar = Bar::bytes("loading", model.dense_bytes(), quiet);
     let weights = model.load(&mut |done, _| bar.set(done));
     bar.finish();

@@ -81,10 +81,8 @@ fn backends(
     cancel: &Cancel,
 ) -> Result<Parity, Failure> {
     let limits = limits(args, tokens.len());
-    let mut left =
-        open::backend(&opened.model, a, (options(args), cuda::Options::default()), limits, args.json)?;
-    let mut right =
-        open::backend(&opened.model, b, (options(args), cuda::Options::default()), limits, args.json)?;
+    let mut left = open::backend(&opened.model, a, options(args), limits, args.json)?;
+    let mut right = open::backend(&opened.model, b, options(args), limits, args.json)?;
     let mut experts = MappedExperts::new(&opened.model);
     let mut other = experts.clone();
     let mut a = Side { backend: &mut *left, experts: &mut experts };

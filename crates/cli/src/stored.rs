@@ -34,13 +34,7 @@ pub fn with_backend(
         ));
     }
     let rows = rows.min(tokens.len());
-    let backend = open::backend(
-        &opened.model,
-        backend,
-        (options(args), cuda::Options::default()),
-        limits(args, rows),
-        args.json,
-    )?;
+    let backend = open::backend(&opened.model, backend, options(args), limits(args, rows), args.json)?;
     let experts = Box::new(MappedExperts::new(&opened.model));
     let options = Options { chunk: args.chunk, context: rows };
     let mut engine = Engine::new(opened.model.clone(), backend, experts, options);

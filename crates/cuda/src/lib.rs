@@ -19,6 +19,7 @@ mod compile;
 mod delta;
 mod driver;
 mod error;
+mod fetch;
 mod head;
 mod kernels;
 mod linear;
@@ -40,6 +41,8 @@ use model::{Capabilities, Limits, Model, ResidentWeights, Stage};
 pub use compile::compile;
 use driver::{Device, Event, Module, failed};
 pub use error::{Error, Result};
+use fetch::Fetch;
+pub use fetch::{Fetching, PinnedExperts};
 pub use kernels::sources;
 use kernels::{Kernels, WeightKernels};
 use open::{Buffers, Open, Scratch};
@@ -78,6 +81,8 @@ pub struct Cuda {
     /// Whether the GPU holds every expert.
     whole: bool,
     arenas: Vec<Arc<Arena<GpuLanes>>>,
+    /// Slots that the GPU fills by itself.
+    fetch: Option<Fetch>,
     kernels: Kernels,
     target: Target,
     device: Arc<Device>,
@@ -129,6 +134,7 @@ impl Cuda {
             weights,
             whole: options.slots.is_none(),
             arenas: Vec::new(),
+            fetch: None,
             kernels,
             target,
             device,

@@ -218,7 +218,7 @@ impl Cuda {
         if open.routed != rows {
             return refuse(format!("{} of {rows} rows have been routed", open.routed));
         }
-        let (triplet, slots) = self.place(layer, wave)?;
+        let (triplet, slots) = self.place(open, layer, wave)?;
         let mut mask = [0u32; 32];
         wave.experts.iter().for_each(|placed| mask[placed.expert as usize / 32] |= 1 << (placed.expert % 32));
         let done = if open.single {

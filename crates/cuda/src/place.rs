@@ -7,9 +7,10 @@ use std::sync::Arc;
 use model::{PlacedExpert, Slot, SlotMemory, Stage, Wave};
 
 use crate::Cuda;
+use crate::open::Open;
 use crate::slots::Arena;
 use crate::transfer::GpuLanes;
-use crate::weights::Triplet;
+use crate::weights::{Experts, Triplet};
 
 /// Pinned memory that slots are filled from.
 pub(crate) const STAGING: usize = 64 << 20;
@@ -27,13 +28,23 @@ impl Slots {
     }
 }
 
+/// The matrices where a table says: [3, experts] u64.
+fn at_places(triplet: Triplet, table: u64, experts: usize) -> Triplet {
+    let mut matrix = 0;
+    triplet.map(|experts_of| {
+        let places = table + 8 * (matrix * experts) as u64;
+        matrix += 1;
+        Experts { places, ..experts_of }
+    })
+}
+
 impl Cuda {
     /// Another arena of `bytes` bytes, and its number.
     pub(crate) fn add_arena(&mut self, bytes: usize) -> model::Result<(u32, Arc<dyn SlotMemory>)> {
         let matrices = self.model.experts.iter().flat_map(|layer| [&layer.gate, &layer.up, &layer.down]);
         let largest = matrices.map(|matrix| matrix.bytes()).max().unwrap_or(0);
         let pinned = STAGING.min(bytes).max(8 * (largest + 8192).next_multiple_of(4096));
-        let lanes = GpuLanes::new(&self.device, bytes, pinned).map_err(|error| {
+        let lanes = GpuLanes::new(&self.device, bytes, pinned, self.sums()).map_err(|error| {
             let message = format!(
                 "taking {} MiB of the GPU's memory for experts and {} MiB of pinned memory: {error}; a smaller cache \
                  or a shorter context needs less",
@@ -51,7 +62,12 @@ impl Cuda {
     ///
     /// # Errors
     /// Waves that name experts or places there are not.
-    pub(crate) fn place(&mut self, layer: usize, wave: &Wave) -> model::Result<(Triplet, Option<Slots>)> {
+    pub(crate) fn place(
+        &mut self,
+        open: &Open,
+        layer: usize,
+        wave: &Wave,
+    ) -> model::Result<(Triplet, Option<Slots>)> {
         let refuse = |message: String| model::Error::Backend {
             backend: "cuda",
             stage: Stage::Experts.name(),
@@ -70,6 +86,13 @@ impl Cuda {
         }
         let mut triplet = self.weights.experts[layer];
         if number == Slot::FILE {
+            if let Some(fetch) = &self.fetch {
+                triplet = at_places(triplet, fetch.places(layer), experts);
+                return match self.fetch(open, layer) {
+                    Ok(()) => Ok((triplet, None)),
+                    Err(error) => Err(refuse(error.to_string())),
+                };
+            }
             let whole = self.whole || wave.experts.is_empty();
             let missing =
                 || refuse("the experts are not in the GPU's memory, and the wave has no slots".into());
@@ -94,9 +117,7 @@ impl Cuda {
         let told = (self.scratch.places.take(&self.device, 8 * table.len()))
             .and_then(|at| self.device.upload(&table, at).map(|()| at));
         let places = told.map_err(crate::fail(Stage::Experts.name(), layer))?;
-        for (matrix, experts_of) in triplet.iter_mut().enumerate() {
-            experts_of.places = places + 8 * (matrix * experts) as u64;
-        }
+        let triplet = at_places(triplet, places, experts);
         arena.before_wave(&ranges).map_err(|error| refuse(error.to_string()))?;
         Ok((triplet, Some(Slots { arena, ranges })))
     }

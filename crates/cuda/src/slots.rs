@@ -47,14 +47,59 @@ pub(crate) trait Lanes: Send + Sync + 'static {
     /// Waits on the host.
     fn wait(&self, mark: &Self::Mark) -> io::Result<()>;
 
-    /// Enqueues a copy from `from` in pinned memory to a range of the arena.
-    fn copy(&self, from: usize, to: Range<usize>) -> io::Result<()>;
+    /// Enqueues a copy from pinned memory to the arena.
+    fn copy(&self, rows: &Rows) -> io::Result<()>;
 
     /// Seconds of the device between two points that have passed.
     fn seconds(&self, from: &Self::Mark, to: &Self::Mark) -> f64;
 
+    /// Experts that the device found in slots of its own, and that it fetched by itself; 0 if it has none.
+    fn fetched(&self) -> io::Result<[u64; 2]> {
+        Ok([0; 2])
+    }
+
     /// The bytes of a range when everything enqueued for copying is done. Waits.
     fn download(&self, range: Range<usize>) -> io::Result<Vec<u8>>;
+}
+
+/// Rows of equal length, equally far apart in pinned memory and in the arena.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Rows {
+    /// Where the first one begins in pinned memory, and in the arena.
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+    /// Bytes of each.
+    pub(crate) len: usize,
+    /// Bytes from one to the next.
+    pub(crate) from_stride: usize,
+    pub(crate) to_stride: usize,
+    pub(crate) count: usize,
+}
+
+/// Rows that are copied together begin at most so many bytes after each other; drivers have limits.
+const FARTHEST: usize = 1 << 30;
+
+/// Puts parts, by ascending place in the arena, together into as few copies as possible: a copy costs a link as much
+/// time as 100 KB.
+fn rows(parts: &[(usize, Range<usize>)]) -> Vec<Rows> {
+    let mut rows: Vec<Rows> = Vec::new();
+    for (from, to) in parts {
+        if let Some(last) = rows.last_mut()
+            && last.len == to.len()
+        {
+            let strides = (from - last.from, to.start - last.to);
+            if last.count == 1 && strides.1 <= FARTHEST {
+                (last.from_stride, last.to_stride) = strides;
+            }
+            if strides == (last.count * last.from_stride, last.count * last.to_stride) {
+                last.count += 1;
+                continue;
+            }
+        }
+        let (len, stride) = (to.len(), to.len());
+        rows.push(Rows { from: *from, to: to.start, len, from_stride: stride, to_stride: stride, count: 1 });
+    }
+    rows
 }
 
 /// Points of a queue, numbered from 1 on; those that have passed are forgotten.
@@ -127,6 +172,9 @@ pub(crate) struct Arena<L: Lanes> {
 
 /// Places in the books: fine enough for slots, few enough to walk over.
 const GRANULES: usize = 1 << 16;
+
+/// Copies that are kept before anybody asks which are done.
+const KEPT: usize = 64;
 
 /// Buffers of a direct read begin at multiples of this.
 const ALIGN: usize = 4096;
@@ -203,16 +251,18 @@ impl<L: Lanes> Arena<L> {
             self.lanes.follow(Lane::Copy, mark)?;
         }
         let start = self.lanes.mark(Lane::Copy)?;
-        for (from, range) in parts {
-            self.lanes.copy(*from, range.clone())?;
+        for rows in rows(parts) {
+            self.lanes.copy(&rows)?;
         }
         let end = Arc::new(self.lanes.mark(Lane::Copy)?);
-        books.copies.forget(&self.lanes)?;
+        if books.timed.len() >= KEPT {
+            books.copies.forget(&self.lanes)?;
+            books.count(&self.lanes)?;
+        }
         let number = books.copies.push(end.clone());
         granules().for_each(|granule| books.copied[granule] = number);
         let bytes = parts.iter().map(|(_, range)| range.len() as u64).sum();
         books.timed.push_back(Timed { start, end: end.clone(), bytes });
-        books.count(&self.lanes)?;
         Ok(end)
     }
 }
@@ -252,19 +302,22 @@ impl<L: Lanes> SlotMemory for Arena<L> {
         assert!(ranges.iter().all(|range| self.holds(range)), "ranges of the arena");
         let sizes = ranges.iter().map(|range| range.len().next_multiple_of(ALIGN));
         let room = self.ring.take(&self.lanes, sizes.sum())?;
-        let mut at = room.start();
-        let mut parts = Vec::with_capacity(ranges.len());
-        for range in ranges {
-            parts.push((at, range.clone()));
-            at += range.len().next_multiple_of(ALIGN);
+        // In pinned memory they lie in the order of the arena, so that neighbours there are copied together.
+        let mut order: Vec<usize> = (0..ranges.len()).collect();
+        order.sort_unstable_by_key(|&index| ranges[index].start);
+        let (mut at, mut places) = (room.start(), vec![0; ranges.len()]);
+        for &index in &order {
+            places[index] = at;
+            at += ranges[index].len().next_multiple_of(ALIGN);
         }
         let (pinned, _) = self.lanes.pinned();
-        let buffer = |(from, range): &(usize, Range<usize>)| {
+        let buffer = |(from, range): (&usize, &Range<usize>)| {
             // SAFETY: inside the room just taken, which is nobody else's, apart from the other parts; no copy reads
             // it any more.
             IoSliceMut::new(unsafe { std::slice::from_raw_parts_mut(pinned.add(*from), range.len()) })
         };
-        fill(&mut parts.iter().map(buffer).collect::<Vec<_>>())?;
+        fill(&mut places.iter().zip(ranges).map(buffer).collect::<Vec<_>>())?;
+        let parts: Vec<_> = order.iter().map(|&index| (places[index], ranges[index].clone())).collect();
         room.read_by(self.enqueue(&parts)?);
         Ok(())
     }
@@ -274,10 +327,11 @@ impl<L: Lanes> SlotMemory for Arena<L> {
     }
 
     fn copies(&self) -> Option<CopyStats> {
-        let mut books = self.books();
         // What cannot be asked for now is counted later.
+        let [found, fetched] = self.lanes.fetched().unwrap_or_default();
+        let mut books = self.books();
         let _ = books.count(&self.lanes);
-        Some(books.stats)
+        Some(CopyStats { found, fetched, ..books.stats })
     }
 
     fn trace_copies(&self) {

@@ -12,6 +12,7 @@ const GEMM: &str = include_str!("../kernels/gemm.cu");
 const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
 const ATTENTION: &str = include_str!("../kernels/attention.cu");
+const FETCH: &str = include_str!("../kernels/fetch.cu");
 
 /// What kernels are compiled for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -123,6 +124,11 @@ impl Source {
     /// Norms, router, grouping, sums.
     pub fn rows(target: &Target) -> Source {
         Source::new(target, "rows".to_string(), &[COMMON, ROWS], &[])
+    }
+
+    /// Experts the GPU fetches by itself.
+    pub fn fetch(target: &Target) -> Source {
+        Source::new(target, "fetch".to_string(), &[COMMON, FETCH], &[])
     }
 
     /// The DeltaNet mixer.

@@ -4,11 +4,12 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use cudarc::driver::sys::CUstream;
+use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype, CUstream, cuMemcpy2DAsync_v2};
 use cudarc::driver::{DriverError, result};
 
 use crate::driver::{Buffer, Device, Event};
-use crate::slots::{Lane, Lanes};
+use crate::fetch::Sums;
+use crate::slots::{Lane, Lanes, Rows};
 
 /// Memory of the host that the GPU copies from without help.
 pub(crate) struct Pinned {
@@ -29,6 +30,30 @@ impl Pinned {
         let start = unsafe { result::malloc_host(len.max(1), 0) }?;
         Ok(Pinned { start: start.cast(), len, device: device.clone() })
     }
+
+    /// Its address, which is the same for the GPU.
+    pub(crate) fn at(&self) -> u64 {
+        self.start as u64
+    }
+
+    /// Writes its first bytes.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes it meanwhile.
+    ///
+    /// # Panics
+    /// If they do not fit.
+    pub(crate) unsafe fn fill(&self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.len, "bytes that fit");
+        // SAFETY: inside the memory, and exclusive by the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start, bytes.len()) };
+    }
+
+    /// All of it, of memory that is written no more.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: numbers of any value; whoever fills it does so before it is shared.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
 }
 
 impl Drop for Pinned {
@@ -45,6 +70,7 @@ pub(crate) struct GpuLanes {
     stream: CUstream,
     slots: Buffer,
     pinned: Pinned,
+    sums: Option<Sums>,
 }
 
 // SAFETY: handles of the driver may be used from any thread; the context is made current first.
@@ -53,13 +79,18 @@ unsafe impl Send for GpuLanes {}
 unsafe impl Sync for GpuLanes {}
 
 impl GpuLanes {
-    /// Slots of `bytes` bytes, filled from `pinned` bytes of the host.
-    pub(crate) fn new(device: &Arc<Device>, bytes: usize, pinned: usize) -> Result<GpuLanes, DriverError> {
+    /// Slots of `bytes` bytes, filled from `pinned` bytes of the host; `sums` are told beside what is copied.
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        bytes: usize,
+        pinned: usize,
+        sums: Option<Sums>,
+    ) -> Result<GpuLanes, DriverError> {
         device.bind()?;
         let slots = device.allocate(bytes)?;
         let pinned = Pinned::new(device, pinned)?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
-        Ok(GpuLanes { device: device.clone(), stream, slots, pinned })
+        Ok(GpuLanes { device: device.clone(), stream, slots, pinned, sums })
     }
 
     /// Where the slots begin.
@@ -113,16 +144,40 @@ impl Lanes for GpuLanes {
         self.run(|| mark.wait())
     }
 
-    fn copy(&self, from: usize, to: Range<usize>) -> io::Result<()> {
-        assert!(from + to.len() <= self.pinned.len && to.end <= self.slots.bytes, "inside of both memories");
-        // SAFETY: inside pinned memory, which stays and which nobody writes before the copy has passed.
-        let bytes = unsafe { std::slice::from_raw_parts(self.pinned.start.add(from), to.len()) };
-        // SAFETY: the target lies in the slots; the source is pinned and stays.
-        self.run(|| unsafe { result::memcpy_htod_async(self.slots.at + to.start as u64, bytes, self.stream) })
+    fn copy(&self, rows: &Rows) -> io::Result<()> {
+        let end = |start: usize, stride: usize| start + (rows.count - 1) * stride + rows.len;
+        let inside = end(rows.from, rows.from_stride) <= self.pinned.len
+            && end(rows.to, rows.to_stride) <= self.slots.bytes;
+        assert!(inside && rows.len <= rows.from_stride.min(rows.to_stride), "inside of both memories");
+        let copy = CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
+            // SAFETY: inside pinned memory.
+            srcHost: unsafe { self.pinned.start.add(rows.from) }.cast(),
+            srcDevice: 0,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: rows.from_stride,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: self.slots.at + rows.to as u64,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: rows.to_stride,
+            WidthInBytes: rows.len,
+            Height: rows.count,
+        };
+        // SAFETY: the rows lie in the slots and in pinned memory, which nobody writes before the copy has passed.
+        self.run(|| unsafe { cuMemcpy2DAsync_v2(&copy, self.stream) }.result())
     }
 
     fn seconds(&self, from: &Event, to: &Event) -> f64 {
         self.run(|| from.until(to)).map_or(0.0, |ms| f64::from(ms) / 1e3)
+    }
+
+    fn fetched(&self) -> io::Result<[u64; 2]> {
+        self.sums.as_ref().map_or(Ok([0; 2]), |sums| self.run(|| sums.read()))
     }
 
     fn download(&self, range: Range<usize>) -> io::Result<Vec<u8>> {

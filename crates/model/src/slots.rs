@@ -21,6 +21,10 @@ pub struct CopyStats {
     pub bytes: u64,
     /// Seconds that the link was busy with them.
     pub seconds: f64,
+    /// Experts that a device with slots of its own found in them.
+    pub found: u64,
+    /// Experts that such a device fetched by itself.
+    pub fetched: u64,
 }
 
 /// Some copies to a memory behind a link, made together, for a trace.

@@ -61,8 +61,12 @@ impl<M> Ring<M> {
         }
         let mut parts = self.parts();
         loop {
-            parts.drop_passed(lanes)?;
-            if let Some(start) = parts.gap(self.len, bytes) {
+            let mut gap = parts.gap(self.len, bytes);
+            if gap.is_none() {
+                parts.drop_passed(lanes)?;
+                gap = parts.gap(self.len, bytes);
+            }
+            if let Some(start) = gap {
                 let number = parts.next;
                 parts.next += 1;
                 parts.parts.push_back(Part { number, start, end: start + bytes, state: Use::Written });
@@ -85,7 +89,9 @@ impl<M> Ring<M> {
 
     fn settle(&self, number: u64, state: Use<M>) {
         let mut parts = self.parts();
-        if let Some(part) = parts.parts.iter_mut().find(|part| part.number == number)
+        let first = parts.parts.front().map_or(0, |part| part.number);
+        let index = number.checked_sub(first).map(|index| index as usize);
+        if let Some(part) = index.and_then(|index| parts.parts.get_mut(index))
             && matches!(part.state, Use::Written)
         {
             part.state = state;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use model::SlotMemory;
 use testkit::Random;
 
-use super::{Arena, Lane, Lanes};
+use super::{Arena, Lane, Lanes, Rows, rows};
 
 enum Op {
     Mark(usize),
@@ -149,8 +149,11 @@ impl Lanes for Fake {
         Ok(())
     }
 
-    fn copy(&self, from: usize, to: Range<usize>) -> io::Result<()> {
-        self.push(Lane::Copy, Op::Copy(from, to));
+    fn copy(&self, rows: &Rows) -> io::Result<()> {
+        for row in 0..rows.count {
+            let to = rows.to + row * rows.to_stride;
+            self.push(Lane::Copy, Op::Copy(rows.from + row * rows.from_stride, to..to + rows.len));
+        }
         Ok(())
     }
 
@@ -220,6 +223,18 @@ fn waves_read_what_was_written_whichever_queue_is_late() {
             assert!(state.reads > 50);
         }
     }
+}
+
+#[test]
+fn neighbours_are_copied_together() {
+    let rows = |starts: &[usize], len: usize| {
+        let parts: Vec<_> = (0..).step_by(100).zip(starts.iter().map(|&at| at..at + len)).collect();
+        rows(&parts).iter().map(|rows| (rows.to, rows.count, rows.to_stride)).collect::<Vec<_>>()
+    };
+    assert_eq!(rows(&[10, 40, 70, 100], 20), [(10, 4, 30)]);
+    assert_eq!(rows(&[10, 40, 90, 140, 200], 20), [(10, 2, 30), (90, 2, 50), (200, 1, 20)]);
+    assert_eq!(rows(&[10], 20), [(10, 1, 20)]);
+    assert_eq!(rows(&[], 20), []);
 }
 
 #[test]
