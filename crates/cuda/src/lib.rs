@@ -5,7 +5,7 @@
 //! [`Cuda::new`] says what is missing.
 //!
 //! All weights lie in the GPU's memory in file form. Passes of many rows decode a matrix to bf16 once for all rows and
-//! multiply on the tensor cores, sums in f32; passes of single rows (decode) multiply the blocks as they lie with f32.
+//! multiply on the tensor cores, sums in f32; passes of single rows (decode) decode blocks in registers for the same.
 //! Hence [`Capabilities::smallest_chunk`](model::Capabilities) is 2: a row alone is computed by other kernels than a
 //! row among others, and only that makes a difference to its bits.
 //!
@@ -18,6 +18,8 @@ mod compile;
 mod delta;
 mod driver;
 mod error;
+mod few;
+mod graph;
 mod head;
 mod kernels;
 mod linear;
@@ -33,9 +35,10 @@ use cudarc::driver::DriverError;
 use model::{Capabilities, Limits, Model, ResidentWeights, Stage};
 
 pub use compile::compile;
-use driver::{Device, Event, Module, failed};
+use driver::{Device, Event, Module, Pinned, failed};
 pub use error::{Error, Result};
 pub use kernels::sources;
+use graph::Graphs;
 use kernels::{Kernels, WeightKernels};
 use open::{Buffers, Open, Scratch};
 pub use sources::{Source, Target};
@@ -43,10 +46,18 @@ use state::DeviceState;
 use weights::DeviceWeights;
 
 /// Choices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Which GPU, in the order of the driver.
     pub device: i32,
+    /// Whether passes of single rows are recorded and replayed as graphs; results are the same.
+    pub graphs: bool,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { device: 0, graphs: true }
+    }
 }
 
 /// A model on a GPU.
@@ -60,6 +71,10 @@ pub struct Cuda {
     /// Whether the time of every stage is taken.
     profiling: bool,
     spans: Vec<(Stage, Event, Event)>,
+    graphs: Graphs,
+    /// Where logits arrive on the host.
+    landing: Option<Pinned>,
+    options: Options,
     state: DeviceState,
     weights: DeviceWeights,
     kernels: Kernels,
@@ -95,7 +110,7 @@ impl Cuda {
         let capabilities = Capabilities {
             name: "cuda",
             variant: format!("{} {}", target.arch, device.name),
-            kernel_version: 1,
+            kernel_version: 2,
             block_rows: BLOCK_ROWS,
             smallest_chunk: 2,
         };
@@ -108,6 +123,9 @@ impl Cuda {
             scratch: Scratch::default(),
             profiling: false,
             spans: Vec::new(),
+            graphs: Graphs::default(),
+            landing: None,
+            options,
             state,
             weights,
             kernels,
@@ -149,6 +167,9 @@ fn check(model: &Model) -> Result<()> {
     }
     if spec.moe.experts > 1024 {
         return refuse("the number of experts", spec.moe.experts, "at most 1024");
+    }
+    if spec.moe.used > 32 {
+        return refuse("the number of experts a row chooses", spec.moe.used, "at most 32");
     }
     let widths = spec.moe.widths.iter().chain([&spec.moe.shared_width, &spec.hidden]);
     match widths.into_iter().find(|width| !width.is_multiple_of(8)) {
