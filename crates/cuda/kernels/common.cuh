@@ -15,6 +15,20 @@ DEVICE const u8 *expert_at(const u8 *first, long stride, const u64 *places, u32 
     return places ? (const u8 *)places[expert] : first + expert * stride;
 }
 
+/// The next kernel may begin as far as it does not depend on this one.
+DEVICE void next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/// Everything before this kernel is done.
+DEVICE void previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 /// Two floats to a pair of bf16, to nearest even.
 DEVICE u32 bf16_pair(float low, float high) {
     u32 out;

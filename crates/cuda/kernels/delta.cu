@@ -427,7 +427,7 @@ struct Single {
     const float *const *from; // of each row: the slot before; may be null: zeros
     float *const *to;         // of each row: the slot after
     long offset;              // of the layer in a slot: its window, then its states
-    float *out;               // [rows, value heads · DIM]
+    u16 *out;                 // [rows, value heads · DIM] bf16
     float eps;
 };
 
@@ -442,35 +442,44 @@ KERNEL __launch_bounds__(PARTS * DIM, 1) void delta_single(Single p) {
     int thread = threadIdx.x, part = thread / DIM, column = thread % DIM, count = channels(s);
     const float *before = p.from[row] ? p.from[row] + p.offset : 0, *input = p.projected + (long)row * s.stride;
     float *after = p.to[row] + p.offset;
+    next();
     long window = (long)(s.taps - 1) * count;
 
-    // Part 0 takes the channels of q, part 1 those of k, part 2 those of v.
-    float x = 0.0f;
-    if (part < 3) {
-        int channel = column + (part == 0 ? key_head : part == 1 ? s.key_heads + key_head : 2 * s.key_heads + head) * DIM;
-        float newest = input[channel], sum = 0.0f;
-        bool writes = part == 2 || head % per_key == 0;
+    // Part 0 takes the channels of q, part 1 those of k, part 2 those of v. What does not depend on the kernel before comes
+    // first: it is on its way while that one ends.
+    float state[KEYS], sum = 0.0f, x = 0.0f, newest = 0.0f, last_tap = 0.0f;
+    long at = window + ((long)head * DIM + part * KEYS) * DIM + column;
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) state[i] = before ? before[at + i * DIM] : 0.0f;
+    int channel = column + (part == 0 ? key_head : part == 1 ? s.key_heads + key_head : 2 * s.key_heads + head) * DIM;
+    bool convolves = part < 3, writes = convolves && (part == 2 || head % per_key == 0);
+    if (convolves) {
         for (int t = 0; t < s.taps - 1; t++) {
             float old = before ? before[(long)t * count + channel] : 0.0f;
             sum = fmaf(p.weights[channel * s.taps + t], old, sum);
             if (writes && t > 0) after[(long)(t - 1) * count + channel] = old;
         }
-        sum = fmaf(p.weights[channel * s.taps + s.taps - 1], newest, sum);
+        last_tap = p.weights[channel * s.taps + s.taps - 1];
+    }
+    previous();
+    const float *raw = input + count + s.value_heads * DIM + head;
+    float raw_beta = raw[0], raw_alpha = raw[s.value_heads], z = part == 0 ? input[count + head * DIM + column] : 0.0f;
+    if (convolves) {
+        newest = input[channel];
         if (writes && s.taps > 1) after[(long)(s.taps - 2) * count + channel] = newest;
-        x = silu(sum);
+        x = silu(fmaf(last_tap, newest, sum));
         (part == 0 ? q : part == 1 ? k : v)[column] = x;
     }
     float q_squares = block_sum(part == 0 ? x * x : 0.0f, room), k_squares = block_sum(part == 1 ? x * x : 0.0f, room);
     float q_scale = rsqrtf((float)DIM) / sqrtf(q_squares + L2_EPS), k_scale = 1.0f / sqrtf(k_squares + L2_EPS);
-    const float *raw = input + count + s.value_heads * DIM + head;
-    float beta = sigmoid(raw[0]), keep = expf(p.a[head] * softplus(raw[s.value_heads] + p.dt_bias[head]));
+    float beta = sigmoid(raw_beta), keep = expf(p.a[head] * softplus(raw_alpha + p.dt_bias[head]));
 
-    float state[KEYS], sum = 0.0f;
-    long at = window + ((long)head * DIM + part * KEYS) * DIM + column;
+    sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < KEYS; i++) state[i] = before ? before[at + i * DIM] * keep : 0.0f;
-#pragma unroll
-    for (int i = 0; i < KEYS; i++) sum = fmaf(state[i], k[part * KEYS + i] * k_scale, sum);
+    for (int i = 0; i < KEYS; i++) {
+        state[i] *= keep;
+        sum = fmaf(state[i], k[part * KEYS + i] * k_scale, sum);
+    }
     partial[part][column] = sum;
     __syncthreads();
     sum = 0.0f;
@@ -489,8 +498,5 @@ KERNEL __launch_bounds__(PARTS * DIM, 1) void delta_single(Single p) {
     for (int i = 0; i < PARTS; i++) o += partial[i][column];
     // Every part computes the same; the norm's sum counts one of them.
     float scale = 1.0f / sqrtf(block_sum(part == 0 ? o * o : 0.0f, room) / (float)DIM + p.eps);
-    if (part == 0) {
-        float z = input[count + head * DIM + column];
-        p.out[((long)row * s.value_heads + head) * DIM + column] = o * scale * p.norm[column] * silu(z);
-    }
+    if (part == 0) p.out[((long)row * s.value_heads + head) * DIM + column] = bf16(o * scale * p.norm[column] * silu(z));
 }

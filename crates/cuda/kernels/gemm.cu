@@ -8,8 +8,9 @@
 //
 // each with a barrier for "full" and one for "empty". Those warps run ahead, over the end of a tile into the next.
 //
-// b is either numbers, or blocks of TYPE that are decoded on their way into a stage, 32 weights of a row by each thread.
-// Their bytes come through shared memory too, a span of 256 weights of each row at a time, one span ahead.
+// b is either numbers, or blocks of TYPE that are decoded on their way into a stage, 32 weights of a row by each thread
+// (`Run`, its table in shared memory). Their bytes come through shared memory too, a span of 256 weights of each row at a
+// time, one span ahead.
 //
 // The layout of a stage is the one the tensor cores of compute capability 9.0a read themselves (128-byte swizzle,
 // `wgmma`); others load it with `ldmatrix`. Both leave sums alike: lane l of warp w holds rows 16 w + l / 4 and + 8 of a
@@ -96,8 +97,8 @@ DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "mem
 /// Gives registers of the producers to the consumers, who hold the sums.
 template <bool MORE> DEVICE void registers() {
     if (THREADS < 512) return;
-    if (MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
-    else asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+    if (MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
 }
 
 /// One step of BLOCKS blocks of rows.
@@ -203,7 +204,7 @@ const int SPAN = 256;                                            // weights
 const int SPAN_BYTES = SPAN / TYPE::LEN * TYPE::BYTES;
 const int WINDOW = (SPAN_BYTES + 15 + 15) / 16 * 16;             // bytes copied of a row: whole 16-byte words around a span
 const int SPANS_AT = STAGES * STAGE_BYTES, SPANS = TILE_N * WINDOW; // where in shared memory, and bytes of one buffer
-const int BARRIERS_AT = SPANS_AT + 2 * SPANS;
+const int TABLE_AT = SPANS_AT + 2 * SPANS, BARRIERS_AT = TABLE_AT + Run<TYPE>::TABLE;
 
 /// Blocks of the rows of a tile of b.
 struct Blocks {
@@ -245,29 +246,24 @@ DEVICE void fill_decoded(const Blocks &from, const u8 *shared, int thread, u32 s
     int row = thread / 2, half = thread % 2;
     u32 misaligned = (u32)(u64)block_row(from, row, k) & 15;
     const u8 *span = shared + SPANS_AT + k / SPAN % 2 * SPANS + row * WINDOW + misaligned;
-    u32 run = (u32)k % SPAN / 32 + half;
-    uint4 numbers[4];
+    u32 numbers[16];
     if (k + half * 32 < end) {
         // All loads before all stores: they are many and slow.
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            u32 group = run * 4 + i;
-            float w[8];
-            TYPE::decode(span + group / (TYPE::LEN / 8) * TYPE::BYTES, group % (TYPE::LEN / 8), w);
-            numbers[i] = make_uint4(bf16_pair(w[0], w[1]), bf16_pair(w[2], w[3]), bf16_pair(w[4], w[5]), bf16_pair(w[6], w[7]));
-        }
+        Run<TYPE>::decode(span, (u32)k % SPAN / 32 + half, (const u32 *)(shared + TABLE_AT), numbers);
     } else {
-        for (int i = 0; i < 4; i++) numbers[i] = make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < 16; i++) numbers[i] = 0;
     }
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         u32 at = stage + A_BYTES + row * 128 + ((half * 4 + i) ^ row % 8) * 16;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(numbers[i].x), "r"(numbers[i].y),
-                     "r"(numbers[i].z), "r"(numbers[i].w)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(numbers[4 * i]), "r"(numbers[4 * i + 1]),
+                     "r"(numbers[4 * i + 2]), "r"(numbers[4 * i + 3])
                      : "memory");
     }
     stores_fence();
 }
+
+DEVICE void fill_table(u8 *shared) { Run<TYPE>::fill_table((u32 *)(shared + TABLE_AT)); }
 
 #else
 
@@ -277,6 +273,7 @@ struct Blocks {};
 template <Then THEN> DEVICE Blocks blocks(const Gemm &, const Tile &, int) { return Blocks(); }
 DEVICE void fill_span(const Blocks &, u32, int, int) {}
 DEVICE void fill_decoded(const Blocks &, const u8 *, int, u32, int, int) {}
+DEVICE void fill_table(u8 *) {}
 
 #endif
 
@@ -478,6 +475,7 @@ template <Then THEN, bool GROUPED> DEVICE void gemm(const Gemm &p) {
     ring.full = ring.base + BARRIERS_AT;
     ring.empty = ring.full + STAGES * 8;
     ring.count = 0;
+    fill_table(shared);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(ring.full + 8 * i, BLOCKS_OF_TYPE ? 2 * PRODUCERS : PRODUCERS);

@@ -3,10 +3,14 @@
 use cudarc::driver::DriverError;
 
 use crate::Cuda;
+use crate::few::{Input, Output};
 use crate::head::Norm;
-use crate::linear::{Rows, Then};
+use crate::linear::Rows;
 use crate::moe::Route;
 use crate::open::Open;
+
+/// Most experts that are chosen for a row at once.
+const MOST: usize = 32;
 
 impl Cuda {
     /// The norm and router of a layer on the hidden rows as they are now: each row's `used + margin` most likely
@@ -21,29 +25,26 @@ impl Cuda {
         if rows > crate::BLOCK_ROWS {
             return Ok(None);
         }
-        let (hidden, experts) = (model.spec.hidden, model.spec.moe.experts);
-        let count = (model.spec.moe.used + margin).min(experts);
-        let router = self.weights.dense.layers[layer].moe.router;
-        let parts = [4 * hidden, 6 * hidden, 4 * experts, 4 * count, 4 * count, 4 * count];
+        let (hidden, experts, used) = (model.spec.hidden, model.spec.moe.experts, model.spec.moe.used);
+        let count = (used + margin).min(experts).min(MOST.max(used));
+        let moe = &self.weights.dense.layers[layer].moe;
+        let (router, weight) = (moe.router, moe.norm);
+        let parts = [6 * hidden, 4 * experts, 4 * count, 4 * count, 4 * count];
         let mut at = self.scratch.ahead.take(&device, rows * parts.iter().sum::<usize>())?;
-        let [normed, split, logits, ids, weights, order] = parts.map(|bytes| {
+        let [split, logits, ids, weights, order] = parts.map(|bytes| {
             at += (rows * bytes) as u64;
             at - (rows * bytes) as u64
         });
-        let norm = Norm {
-            x: open.buffers.hidden.at(),
-            weight: self.weights.dense.layers[layer].moe.norm,
-            out: normed,
-            split: if open.single { 0 } else { split },
-            ..Norm::default()
-        };
-        self.norm(rows, norm)?;
+        let x = open.buffers.hidden.at();
         if open.single {
-            self.linear(true, &[router], Rows { at: normed, count: rows }, (logits, experts), Then::Store)?;
+            let input = Input::Norm { x, index: 0, weight, normed: 0, rounded: 0 };
+            let output = Output { matrix: router, out: logits, exact: true };
+            self.few(&[output], (input, rows), experts, false)?;
         } else {
+            self.norm(rows, Norm { x, weight, split, ..Norm::default() })?;
             self.split_gemm(router, Rows { at: split, count: rows }, (logits, experts))?;
         }
-        let p = Route {
+        self.choose_into(&Route {
             logits,
             ids,
             weights,
@@ -52,8 +53,8 @@ impl Cuda {
             rows: rows as i32,
             experts: experts as i32,
             used: count as i32,
-        };
-        self.choose(&p)?;
+            stride: experts as i32,
+        })?;
         let mut likely: Vec<u32> = device.download(ids, rows * count)?;
         likely.sort_unstable();
         likely.dedup();

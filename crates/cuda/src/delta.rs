@@ -6,6 +6,7 @@ use cudarc::driver::DriverError;
 use model::{DeltaWeights, GRID, Mixer};
 
 use crate::Cuda;
+use crate::few::{Input, Output, side_by_side};
 use crate::linear::{Rows, Then};
 use crate::open::{Open, delta_columns};
 use crate::sources::{scan_shared, scan_stages};
@@ -133,17 +134,32 @@ impl Cuda {
     }
 
     pub(crate) fn delta_project_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
-        let x = self.mixer_input(open, layer, &rows)?;
         let DeltaWeights { qkv, z, beta_alpha, .. } = self.delta_weights(layer);
-        let out = (open.buffers.projected.at(), delta_columns(&self.model.spec));
-        self.linear(open.single, &[qkv, z, beta_alpha], x, out, Then::Store)
+        let (out, stride) = (open.buffers.projected.at(), delta_columns(&self.model.spec));
+        if open.single {
+            let outputs = side_by_side(&[qkv, z, beta_alpha], out);
+            let [qkv, z, beta_alpha] = outputs[..] else { unreachable!("three matrices") };
+            let outputs = [qkv, z, Output { exact: true, ..beta_alpha }];
+            return self.few(&outputs, self.few_input(open, layer, &rows), stride, false);
+        }
+        let x = self.mixer_input(open, layer, &rows)?;
+        self.gemm(&[qkv, z, beta_alpha], x, (out, stride), Then::Store)
     }
 
     pub(crate) fn delta_out_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
-        let (out, hidden) = (self.delta_weights(layer).out, self.model.spec.hidden);
+        self.mixer_output(open, self.delta_weights(layer).out, rows)
+    }
+
+    /// hidden += mixed · weightsᵀ.
+    pub(crate) fn mixer_output(&mut self, open: &Open, matrix: Matrix, rows: Range<usize>) -> Done {
+        let hidden = self.model.spec.hidden;
         let to = open.buffers.hidden.at() + 4 * (rows.start * hidden) as u64;
         let x = Rows { at: open.buffers.mixed.at(), count: rows.len() };
-        self.linear(open.single, &[out], x, (to, hidden), Then::Add)
+        if open.single {
+            let output = Output { matrix, out: to, exact: false };
+            return self.few(&[output], (Input::Numbers(x.at), x.count), hidden, true);
+        }
+        self.gemm(&[matrix], x, (to, hidden), Then::Add)
     }
 
     pub(crate) fn delta_mix_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {

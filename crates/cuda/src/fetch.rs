@@ -7,11 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cudarc::driver::DriverError;
 use model::{ExpertSource, ExpertTensor, LayerCall, MappedExperts, Matrix, Model, Wave};
 
-use crate::driver::{Buffer, Device, Function, Module, failed};
+use crate::driver::{Buffer, Device, Function, Module, Pinned, failed};
 use crate::error::Result;
 use crate::open::Open;
 use crate::sources::{Source, Target};
-use crate::transfer::Pinned;
 use crate::{Cuda, kernels};
 
 /// A matrix of a layer's experts in pinned memory, as the kernels see it.
@@ -66,7 +65,7 @@ impl PinnedExperts {
         for number in numbers {
             let len = model.gguf.bytes(&model.gguf.tensors()[number]).len();
             // The GPU copies whole words of 16 bytes.
-            let pinned = Pinned::new(&device, len + 16);
+            let pinned = device.pinned(len + 16);
             tensors.push((number, pinned.map_err(failed("pinning memory of the host for all experts"))?));
         }
         let next = AtomicU64::new(0);
@@ -93,7 +92,7 @@ impl PinnedExperts {
 
     fn home(&self, tensor: &ExpertTensor) -> Home {
         Home {
-            at: self.tensor(tensor.tensor).at() + tensor.offset,
+            at: self.tensor(tensor.tensor).host() as u64 + tensor.offset,
             stride: tensor.stride as i64,
             bytes: tensor.bytes() as i64,
         }
@@ -104,7 +103,7 @@ impl PinnedExperts {
         self.tensors.iter().find_map(|(number, pinned)| {
             let info = &self.model.gguf.tensors()[*number];
             let start = offset.checked_sub(info.offset).filter(|_| info.shard == shard)? as usize;
-            pinned.bytes().get(..pinned.bytes().len() - 16)?.get(start..start.checked_add(len)?)
+            pinned.as_slice().get(..pinned.bytes - 16)?.get(start..start.checked_add(len)?)
         })
     }
 }
@@ -116,7 +115,7 @@ pub(crate) struct Fetch {
     copy: Function,
     /// What the book names.
     tables: Arc<Buffer>,
-    slots: Buffer,
+    _slots: Buffer,
     _home: Arc<PinnedExperts>,
     _module: Module,
 }
@@ -198,7 +197,15 @@ impl Fetch {
             count: count as i32,
             layer: 0,
         };
-        Ok(Fetch { book, choose, copy, tables: Arc::new(tables), slots, _home: home, _module: module })
+        Ok(Fetch {
+            book,
+            choose,
+            copy,
+            tables: Arc::new(tables),
+            _slots: slots,
+            _home: home,
+            _module: module,
+        })
     }
 
     /// Where the table of a layer's places is: [3, experts] u64.
@@ -244,7 +251,9 @@ impl Cuda {
     /// Fetches what the pass has chosen in `layer`.
     pub(crate) fn fetch(&self, open: &Open, layer: usize) -> std::result::Result<(), DriverError> {
         let fetch = self.fetch.as_ref().expect("there is one");
-        debug_assert!(fetch.slots.bytes > 0);
+        if open.single {
+            self.chosen_single(open)?;
+        }
         let p = Book { counts: open.buffers.counts.at(), layer: layer as i32, ..fetch.book };
         self.device.launch(&fetch.choose, (1, 1, 1), 1024, 0, &p)?;
         self.device.launch(&fetch.copy, (2 * self.device.processors as usize, 1, 1), 256, 0, &p)

@@ -5,7 +5,7 @@
 //! [`Cuda::new`] says what is missing.
 //!
 //! All weights lie in the GPU's memory in file form. Passes of many rows decode a matrix to bf16 once for all rows and
-//! multiply on the tensor cores, sums in f32; passes of single rows (decode) multiply the blocks as they lie with f32.
+//! multiply on the tensor cores, sums in f32; passes of single rows (decode) decode blocks in registers for the same.
 //! Hence [`Capabilities::smallest_chunk`](model::Capabilities) is 2: a row alone is computed by other kernels than a
 //! row among others, and only that makes a difference to its bits.
 //!
@@ -20,6 +20,8 @@ mod delta;
 mod driver;
 mod error;
 mod fetch;
+mod few;
+mod graph;
 mod head;
 mod kernels;
 mod linear;
@@ -39,10 +41,11 @@ use cudarc::driver::DriverError;
 use model::{Capabilities, Limits, Model, ResidentWeights, Stage};
 
 pub use compile::compile;
-use driver::{Device, Event, Module, failed};
+use driver::{Device, Event, Module, Pinned, failed};
 pub use error::{Error, Result};
 use fetch::Fetch;
 pub use fetch::{Fetching, PinnedExperts};
+use graph::Graphs;
 pub use kernels::sources;
 use kernels::{Kernels, WeightKernels};
 use open::{Buffers, Open, Scratch};
@@ -54,7 +57,7 @@ use transfer::GpuLanes;
 use weights::DeviceWeights;
 
 /// Choices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Which GPU, in the order of the driver.
     pub device: i32,
@@ -63,6 +66,14 @@ pub struct Options {
     pub slots: Option<u64>,
     /// Bytes of the GPU's memory that may be taken; all that is free if not given.
     pub memory: Option<u64>,
+    /// Whether passes of single rows are recorded and replayed as graphs; results are the same.
+    pub graphs: bool,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { device: 0, slots: None, memory: None, graphs: true }
+    }
 }
 
 /// A model on a GPU.
@@ -76,6 +87,10 @@ pub struct Cuda {
     /// Whether the time of every stage is taken.
     profiling: bool,
     spans: Vec<(Stage, Event, Event)>,
+    graphs: Graphs,
+    /// Where logits arrive on the host.
+    landing: Option<Pinned>,
+    options: Options,
     state: DeviceState,
     weights: DeviceWeights,
     /// Whether the GPU holds every expert.
@@ -117,7 +132,7 @@ impl Cuda {
         let capabilities = Capabilities {
             name: "cuda",
             variant: format!("{} {}", target.arch, device.name),
-            kernel_version: 1,
+            kernel_version: 2,
             block_rows: BLOCK_ROWS,
             smallest_chunk: 2,
         };
@@ -130,6 +145,9 @@ impl Cuda {
             scratch: Scratch::default(),
             profiling: false,
             spans: Vec::new(),
+            graphs: Graphs::default(),
+            landing: None,
+            options,
             state,
             weights,
             whole: options.slots.is_none(),
@@ -174,6 +192,9 @@ fn check(model: &Model) -> Result<()> {
     }
     if spec.moe.experts > 1024 {
         return refuse("the number of experts", spec.moe.experts, "at most 1024");
+    }
+    if spec.moe.used > 32 {
+        return refuse("the number of experts a row chooses", spec.moe.used, "at most 32");
     }
     let widths = spec.moe.widths.iter().chain([&spec.moe.shared_width, &spec.hidden]);
     match widths.into_iter().find(|width| !width.is_multiple_of(8)) {

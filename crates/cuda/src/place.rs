@@ -4,6 +4,8 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use cudarc::driver::DriverError;
+use cudarc::driver::sys::CUresult;
 use model::{PlacedExpert, Slot, SlotMemory, Stage, Wave};
 
 use crate::Cuda;
@@ -23,8 +25,8 @@ pub(crate) struct Slots {
 
 impl Slots {
     /// Notes that the wave's kernels have been enqueued.
-    pub(crate) fn enqueued(&self) -> io::Result<()> {
-        self.arena.after_wave(&self.ranges)
+    pub(crate) fn enqueued(&self) -> Result<(), DriverError> {
+        self.arena.after_wave(&self.ranges).map_err(of_driver)
     }
 }
 
@@ -58,67 +60,90 @@ impl Cuda {
         Ok((self.arenas.len() as u32, arena))
     }
 
-    /// The matrices of a layer with the places that `wave` says, which computation waits for.
-    ///
-    /// # Errors
-    /// Waves that name experts or places there are not.
+    /// Refuses waves that name experts or places there are not.
+    pub(crate) fn check_wave(&self, open: &Open, layer: usize, wave: &Wave) -> model::Result<()> {
+        let refuse = |message: String| {
+            Err(model::Error::Backend { backend: "cuda", stage: Stage::Experts.name(), layer, message })
+        };
+        let (experts, rows) = (self.model.spec.moe.experts, open.pass.rows());
+        if open.routed != rows {
+            return refuse(format!("{} of {rows} rows have been routed", open.routed));
+        }
+        let number = arena_of(wave);
+        for PlacedExpert { expert, slot } in &*wave.experts {
+            if *expert as usize >= experts {
+                return refuse(format!("there is no expert {expert}: the layer has {experts}"));
+            }
+            if slot.arena != number {
+                let other = slot.arena;
+                return refuse(format!("expert {expert} is in arena {other}, others are in {number}"));
+            }
+        }
+        if number == Slot::FILE {
+            let here = self.whole || self.fetch.is_some() || wave.experts.is_empty();
+            let missing =
+                || refuse("the GPU does not hold the experts, and the wave names no slots".to_string());
+            return if here { Ok(()) } else { missing() };
+        }
+        let Some(arena) = self.arenas.get(number as usize - 1) else {
+            return refuse(format!("there is no arena {number}"));
+        };
+        let outside =
+            |placed: &&PlacedExpert| !self.ranges(layer, placed).iter().all(|range| arena.holds(range));
+        match wave.experts.iter().find(outside) {
+            Some(placed) => refuse(format!("expert {} is not inside of arena {number}", placed.expert)),
+            None => Ok(()),
+        }
+    }
+
+    /// Where the matrices of an expert are in its arena.
+    fn ranges(&self, layer: usize, placed: &PlacedExpert) -> [Range<usize>; 3] {
+        let (layout, slot) = (&self.model.experts[layer], placed.slot);
+        [(slot.gate, &layout.gate), (slot.up, &layout.up), (slot.down, &layout.down)].map(|(at, matrix)| {
+            let at = at as usize;
+            at..at.saturating_add(matrix.bytes())
+        })
+    }
+
+    /// The matrices of a layer at the places that `wave` says, which computation waits for.
     pub(crate) fn place(
         &mut self,
         open: &Open,
         layer: usize,
         wave: &Wave,
-    ) -> model::Result<(Triplet, Option<Slots>)> {
-        let refuse = |message: String| model::Error::Backend {
-            backend: "cuda",
-            stage: Stage::Experts.name(),
-            layer,
-            message,
-        };
-        let experts = self.model.spec.moe.experts;
-        if let Some(placed) = wave.experts.iter().find(|placed| placed.expert as usize >= experts) {
-            let expert = placed.expert;
-            return Err(refuse(format!("there is no expert {expert}: the layer has {experts}")));
-        }
-        let number = wave.experts.first().map_or(Slot::FILE, |placed| placed.slot.arena);
-        if let Some(placed) = wave.experts.iter().find(|placed| placed.slot.arena != number) {
-            let (expert, other) = (placed.expert, placed.slot.arena);
-            return Err(refuse(format!("expert {expert} is in arena {other}, others in {number}")));
-        }
-        let mut triplet = self.weights.experts[layer];
+    ) -> Result<(Triplet, Option<Slots>), DriverError> {
+        let (triplet, experts) = (self.weights.experts[layer], self.model.spec.moe.experts);
+        let number = arena_of(wave);
         if number == Slot::FILE {
-            if let Some(fetch) = &self.fetch {
-                triplet = at_places(triplet, fetch.places(layer), experts);
-                return match self.fetch(open, layer) {
-                    Ok(()) => Ok((triplet, None)),
-                    Err(error) => Err(refuse(error.to_string())),
-                };
-            }
-            let whole = self.whole || wave.experts.is_empty();
-            let missing =
-                || refuse("the experts are not in the GPU's memory, and the wave has no slots".into());
-            return if whole { Ok((triplet, None)) } else { Err(missing()) };
+            let Some(places) = self.fetch.as_ref().map(|fetch| fetch.places(layer)) else {
+                return Ok((triplet, None));
+            };
+            self.fetch(open, layer)?;
+            return Ok((at_places(triplet, places, experts), None));
         }
-        let arena = self.arenas.get(number as usize - 1);
-        let arena = arena.ok_or_else(|| refuse(format!("there is no arena {number}")))?.clone();
+        let arena = self.arenas[number as usize - 1].clone();
         let mut table = vec![0u64; 3 * experts];
         let mut ranges = Vec::with_capacity(3 * wave.experts.len());
-        let layout = &self.model.experts[layer];
-        let bytes = [layout.gate.bytes(), layout.up.bytes(), layout.down.bytes()];
-        for PlacedExpert { expert, slot } in &*wave.experts {
-            for (matrix, (at, bytes)) in [slot.gate, slot.up, slot.down].into_iter().zip(bytes).enumerate() {
-                let range = at as usize..at as usize + bytes;
-                if !arena.holds(&range) {
-                    return Err(refuse(format!("expert {expert} is not inside of arena {number}")));
-                }
-                table[matrix * experts + *expert as usize] = arena.lanes().at() + at;
+        for placed in &*wave.experts {
+            for (matrix, range) in self.ranges(layer, placed).into_iter().enumerate() {
+                table[matrix * experts + placed.expert as usize] = arena.lanes().at() + range.start as u64;
                 ranges.push(range);
             }
         }
-        let told = (self.scratch.places.take(&self.device, 8 * table.len()))
-            .and_then(|at| self.device.upload(&table, at).map(|()| at));
-        let places = told.map_err(crate::fail(Stage::Experts.name(), layer))?;
-        let triplet = at_places(triplet, places, experts);
-        arena.before_wave(&ranges).map_err(|error| refuse(error.to_string()))?;
-        Ok((triplet, Some(Slots { arena, ranges })))
+        let places = self.scratch.places.take(&self.device, 8 * table.len())?;
+        self.device.upload(&table, places)?;
+        arena.before_wave(&ranges).map_err(of_driver)?;
+        Ok((at_places(triplet, places, experts), Some(Slots { arena, ranges })))
     }
+}
+
+/// The arena a wave is in.
+fn arena_of(wave: &Wave) -> u32 {
+    wave.experts.first().map_or(Slot::FILE, |placed| placed.slot.arena)
+}
+
+/// What the driver said.
+fn of_driver(error: io::Error) -> DriverError {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<DriverError>());
+    inner.copied().unwrap_or(DriverError(CUresult::CUDA_ERROR_UNKNOWN))
 }

@@ -7,62 +7,9 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype, CUstream, cuMemcpy2DAsync_v2};
 use cudarc::driver::{DriverError, result};
 
-use crate::driver::{Buffer, Device, Event};
+use crate::driver::{Buffer, Device, Event, Pinned};
 use crate::fetch::Sums;
 use crate::slots::{Lane, Lanes, Rows};
-
-/// Memory of the host that the GPU copies from without help.
-pub(crate) struct Pinned {
-    start: *mut u8,
-    len: usize,
-    device: Arc<Device>,
-}
-
-// SAFETY: the memory belongs to this value; who may write which part is up to its owner.
-unsafe impl Send for Pinned {}
-// SAFETY: as above.
-unsafe impl Sync for Pinned {}
-
-impl Pinned {
-    /// `len` bytes, not initialised.
-    pub(crate) fn new(device: &Arc<Device>, len: usize) -> Result<Pinned, DriverError> {
-        // SAFETY: freed when dropped. Its bytes are numbers of any value.
-        let start = unsafe { result::malloc_host(len.max(1), 0) }?;
-        Ok(Pinned { start: start.cast(), len, device: device.clone() })
-    }
-
-    /// Its address, which is the same for the GPU.
-    pub(crate) fn at(&self) -> u64 {
-        self.start as u64
-    }
-
-    /// Writes its first bytes.
-    ///
-    /// # Safety
-    /// Nobody else reads or writes it meanwhile.
-    ///
-    /// # Panics
-    /// If they do not fit.
-    pub(crate) unsafe fn fill(&self, bytes: &[u8]) {
-        assert!(bytes.len() <= self.len, "bytes that fit");
-        // SAFETY: inside the memory, and exclusive by the caller's promise.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start, bytes.len()) };
-    }
-
-    /// All of it, of memory that is written no more.
-    pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: numbers of any value; whoever fills it does so before it is shared.
-        unsafe { std::slice::from_raw_parts(self.start, self.len) }
-    }
-}
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        let _ = self.device.bind();
-        // SAFETY: allocated by us; no copy reads it, the queue has been waited for.
-        let _ = unsafe { result::free_host(self.start.cast()) };
-    }
-}
 
 /// A stream for copies, slots, and pinned memory.
 pub(crate) struct GpuLanes {
@@ -88,7 +35,7 @@ impl GpuLanes {
     ) -> Result<GpuLanes, DriverError> {
         device.bind()?;
         let slots = device.allocate(bytes)?;
-        let pinned = Pinned::new(device, pinned)?;
+        let pinned = device.pinned(pinned)?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
         Ok(GpuLanes { device: device.clone(), stream, slots, pinned, sums })
     }
@@ -125,7 +72,7 @@ impl Lanes for GpuLanes {
     type Mark = Event;
 
     fn pinned(&self) -> (*mut u8, usize) {
-        (self.pinned.start, self.pinned.len)
+        (self.pinned.host(), self.pinned.bytes)
     }
 
     fn mark(&self, lane: Lane) -> io::Result<Event> {
@@ -146,7 +93,7 @@ impl Lanes for GpuLanes {
 
     fn copy(&self, rows: &Rows) -> io::Result<()> {
         let end = |start: usize, stride: usize| start + (rows.count - 1) * stride + rows.len;
-        let inside = end(rows.from, rows.from_stride) <= self.pinned.len
+        let inside = end(rows.from, rows.from_stride) <= self.pinned.bytes
             && end(rows.to, rows.to_stride) <= self.slots.bytes;
         assert!(inside && rows.len <= rows.from_stride.min(rows.to_stride), "inside of both memories");
         let copy = CUDA_MEMCPY2D {
@@ -154,7 +101,7 @@ impl Lanes for GpuLanes {
             srcY: 0,
             srcMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
             // SAFETY: inside pinned memory.
-            srcHost: unsafe { self.pinned.start.add(rows.from) }.cast(),
+            srcHost: unsafe { self.pinned.host().add(rows.from) }.cast(),
             srcDevice: 0,
             srcArray: std::ptr::null_mut(),
             srcPitch: rows.from_stride,
