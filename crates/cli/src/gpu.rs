@@ -85,7 +85,7 @@ pub fn start(
         report::say(format_args!("redlite: {} of experts in pinned memory", report::size(plan.experts)));
     }
     let home = Arc::new(PinnedExperts::read(model, options.device)?);
-    let rows = backend.fetch_from(home.clone(), fetches)?;
+    let rows = backend.fetch_from(home.clone(), fetches, args.cache.look_ahead.0)?;
     Ok((Box::new(backend), Some(Fetched { home, window, rows })))
 }
 

@@ -7,8 +7,10 @@ use model::{Spec, Wave};
 use quant::Type;
 
 use crate::Cuda;
+use crate::driver::Device;
 use crate::few::{FewExperts, FewMatrix, Input, Output, TILE, row_of_x};
 use crate::head::Norm;
+use crate::kernels::Kernels;
 use crate::linear::{Gemm, Rows, Then, dense};
 use crate::open::Open;
 use crate::sources::{few_window, table_bytes};
@@ -152,6 +154,14 @@ pub(crate) fn decoded_bytes(spec: &Spec) -> usize {
     (pair_bytes(spec, width) * spec.moe.experts).min(MOST_DECODED)
 }
 
+impl Kernels {
+    /// Chooses experts, as many as asked for, to wherever is asked for.
+    pub(crate) fn choose(&self, device: &Device, p: &Route) -> Done {
+        const WARPS: usize = 4; // a row each
+        device.launch(&self.route, ((p.rows as usize).div_ceil(WARPS), 1, 1), 32 * WARPS, 0, p)
+    }
+}
+
 impl Cuda {
     pub(crate) fn route_rows(&mut self, open: &mut Open, layer: usize, rows: Range<usize>) -> Done {
         let (spec, device) = (self.model.clone(), self.device.clone());
@@ -199,14 +209,7 @@ impl Cuda {
             used: moe.used as i32,
             stride: stride as i32,
         };
-        self.choose_into(&p)
-    }
-
-    /// Chooses experts, as many as asked for, to wherever is asked for.
-    pub(crate) fn choose_into(&self, p: &Route) -> Done {
-        const WARPS: usize = 4; // a row each
-        let grid = ((p.rows as usize).div_ceil(WARPS), 1, 1);
-        self.device.launch(&self.kernels.route, grid, 32 * WARPS, 0, p)
+        self.kernels.choose(&self.device, &p)
     }
 
     /// Everything that multiplies a layer's second norm, of single rows: router, gate and up of the shared expert, and its

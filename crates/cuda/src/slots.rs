@@ -53,9 +53,10 @@ pub(crate) trait Lanes: Send + Sync + 'static {
     /// Seconds of the device between two points that have passed.
     fn seconds(&self, from: &Self::Mark, to: &Self::Mark) -> f64;
 
-    /// Experts that the device found in slots of its own, and that it fetched by itself; 0 if it has none.
-    fn fetched(&self) -> io::Result<[u64; 2]> {
-        Ok([0; 2])
+    /// Experts that the device found in slots of its own, that it fetched by itself, and that it fetched ahead; 0 if it
+    /// has no slots of its own.
+    fn fetched(&self) -> io::Result<[u64; 3]> {
+        Ok([0; 3])
     }
 
     /// The bytes of a range when everything enqueued for copying is done. Waits.
@@ -328,10 +329,10 @@ impl<L: Lanes> SlotMemory for Arena<L> {
 
     fn copies(&self) -> Option<CopyStats> {
         // What cannot be asked for now is counted later.
-        let [found, fetched] = self.lanes.fetched().unwrap_or_default();
+        let [found, fetched, fetched_ahead] = self.lanes.fetched().unwrap_or_default();
         let mut books = self.books();
         let _ = books.count(&self.lanes);
-        Some(CopyStats { found, fetched, ..books.stats })
+        Some(CopyStats { found, fetched, fetched_ahead, ..books.stats })
     }
 
     fn trace_copies(&self) {

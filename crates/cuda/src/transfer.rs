@@ -123,8 +123,8 @@ impl Lanes for GpuLanes {
         self.run(|| from.until(to)).map_or(0.0, |ms| f64::from(ms) / 1e3)
     }
 
-    fn fetched(&self) -> io::Result<[u64; 2]> {
-        self.sums.as_ref().map_or(Ok([0; 2]), |sums| self.run(|| sums.read()))
+    fn fetched(&self) -> io::Result<[u64; 3]> {
+        self.sums.as_ref().map_or(Ok([0; 3]), |sums| self.run(|| sums.read()))
     }
 
     fn download(&self, range: Range<usize>) -> io::Result<Vec<u8>> {

@@ -25,6 +25,8 @@ pub struct CopyStats {
     pub found: u64,
     /// Experts that such a device fetched by itself.
     pub fetched: u64,
+    /// Experts that it fetched before they were chosen; whether found or not, they count there too.
+    pub fetched_ahead: u64,
 }
 
 /// Some copies to a memory behind a link, made together, for a trace.
