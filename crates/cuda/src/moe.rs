@@ -65,6 +65,7 @@ struct DecodeExperts {
     from: u64,
     to: u64,
     stride: i64,
+    places: u64,
     to_stride: i64,
     groups: i64,
     list: u64,
@@ -455,7 +456,8 @@ impl Cuda {
         match self.kernels.experts_of(gate.ty).filter(|_| gate.ty == up.ty) {
             Some(kernels) => {
                 let strides = [gate.stride as i64, up.stride as i64];
-                let p = Gemm { blocks: [gate.at, up.at], strides, ..into };
+                let places = [gate.places, up.places];
+                let p = Gemm { blocks: [gate.at, up.at], strides, places, ..into };
                 self.multiply_with(&kernels.gated, (512, kernels.shared), p)?;
             }
             None => {
@@ -465,7 +467,8 @@ impl Cuda {
         }
         match self.kernels.experts_of(down.ty) {
             Some(kernels) => {
-                let p = Gemm { blocks: [down.at; 2], strides: [down.stride as i64; 2], ..out };
+                let (blocks, strides) = ([down.at; 2], [down.stride as i64; 2]);
+                let p = Gemm { blocks, strides, places: [down.places; 2], ..out };
                 self.multiply_with(&kernels.down, (512, kernels.shared), p)
             }
             None => {
@@ -491,6 +494,7 @@ impl Cuda {
                 from: matrix.at,
                 to: room + 2 * (i * one) as u64,
                 stride: matrix.stride as i64,
+                places: matrix.places,
                 to_stride: stride as i64,
                 groups: groups as i64,
                 list,
