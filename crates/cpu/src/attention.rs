@@ -214,7 +214,7 @@ pub(crate) fn mix(
         tiles.iter().map(|t| (attention.heads / heads, (t.rows * blocks(t)) as u64)).collect();
     let mixer = Mixer { kernels: team.kernels, spec, host, layer, gate };
     let q = Out::new(q, attention.query_dim());
-    team.split_costs(&costs, |tile, units, scratch| {
+    team.split_costs(&costs, 1, |tile, units, scratch| {
         for unit in units {
             let heads = unit * heads..(unit + 1) * heads;
             match integers {

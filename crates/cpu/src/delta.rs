@@ -122,7 +122,7 @@ pub(crate) fn mix(
     let (kernels, qkv) = (team.kernels, Out::new(qkv, delta.channels()));
     let mixer = Mixer { kernels, spec, weights, conv, first: rows.start, qkv, z, beta_alpha };
     let costs: Vec<_> = parts.iter().map(|part| (delta.key_heads, part.rows.len() as u64)).collect();
-    team.split_costs(&costs, |part, heads, scratch| {
+    team.split_costs(&costs, 1, |part, heads, scratch| {
         heads.for_each(|head| mixer.mix(&parts[part], head, &mut scratch.work));
     });
     open.buffers.block = block;

@@ -52,7 +52,7 @@ use quant::Type;
 use crate::error::Error;
 pub(crate) use conv::Convolution;
 pub(crate) use delta::{Cell, Step, room as cell_room};
-pub(crate) use int8::{Codes, Form, GROUP, GROUPS, PANEL, Panel};
+pub(crate) use int8::{Ahead, Codes, Form, GROUP, GROUPS, PANEL, Panel};
 pub(crate) use int16::{Block, IntAttention, Row, TILE, WIDEST};
 use product::{Factor, Target};
 pub(crate) use unpack::{form, is_integer};
@@ -194,8 +194,8 @@ type DotForm = unsafe fn(&[*const f32], Factor, (usize, usize), Target, bool);
 type SumForm = unsafe fn((usize, usize, usize), Factor, Factor, Target, bool);
 /// type, blocks of each row, columns, panel.
 type Fill = fn(Type, &[&[u8]], usize, &mut Panel);
-/// x, panels, out, (groups, form), whether to add.
-type IntProduct = unsafe fn(&[*const Codes], &[&Panel], Target, (usize, Form), bool);
+/// x, panels, out, (groups, form), whether to add, what is decoded later.
+type IntProduct = unsafe fn(&[*const Codes], &[&Panel], Target, (usize, Form), bool, Ahead);
 /// tile, its stride, codes of each row, group.
 type Gated = unsafe fn(&[f32], usize, &[*mut Codes], usize);
 /// (tile, its stride), columns, rows to add to, factor of each.
@@ -249,10 +249,10 @@ macro_rules! kernels {
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn int_product(
-            x: &[*const Codes], panels: &[&Panel], out: Target, shape: (usize, Form), add: bool,
+            x: &[*const Codes], panels: &[&Panel], out: Target, shape: (usize, Form), add: bool, ahead: Ahead,
         ) {
             // SAFETY: the caller's promise is the same.
-            unsafe { int8::product(x, panels, out, shape, add) }
+            unsafe { int8::product(x, panels, out, shape, add, ahead) }
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn gated(tile: &[f32], stride: usize, codes: &[*mut Codes], group: usize) {

@@ -10,6 +10,7 @@ use memmap2::MmapMut;
 
 use crate::backend::Slot;
 use crate::model::Model;
+use crate::pages::prefer_huge_pages;
 
 /// What fills slots: buffers, one for each range asked for.
 pub type Fill<'a> = dyn FnMut(&mut [IoSliceMut<'_>]) -> io::Result<()> + 'a;
@@ -101,6 +102,7 @@ impl HostArena {
     /// What the system says.
     pub fn new(len: usize) -> io::Result<HostArena> {
         let mut map = MmapMut::map_anon(len.max(1))?;
+        // Slots are read in strides of whole rows.
         prefer_huge_pages(&map);
         Ok(HostArena { start: map.as_mut_ptr(), len, _map: map })
     }
@@ -114,16 +116,6 @@ impl HostArena {
         inside.then(|| unsafe { std::slice::from_raw_parts(self.start.add(offset), len) })
     }
 }
-
-/// Slots are read in strides of whole rows: fewer, larger pages mean fewer misses of the address cache.
-#[cfg(target_os = "linux")]
-fn prefer_huge_pages(map: &MmapMut) {
-    // A wish: without huge pages everything works, only slower.
-    let _ = map.advise(memmap2::Advice::HugePage);
-}
-
-#[cfg(not(target_os = "linux"))]
-fn prefer_huge_pages(_: &MmapMut) {}
 
 impl fmt::Debug for HostArena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
