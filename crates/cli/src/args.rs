@@ -13,6 +13,7 @@ use crate::bench::args::BenchArgs;
 use crate::cache_args::{CacheArgs, DoctorArgs, PlanArgs};
 use crate::chat::args::ChatArgs;
 use crate::pull::args::PullArgs;
+use crate::experts::args::ExpertsArgs;
 use crate::serve::args::ServeArgs;
 
 pub use files::{ConvertArgs, QuantizeArgs, RecipeName, ShapeArgs, SynthArgs, WorkArgs};
@@ -68,6 +69,8 @@ pub enum Command {
     Logits(LogitsArgs),
     /// Compare two backends stage by stage, or a backend with stored logits.
     Parity(ParityArgs),
+    /// Show which experts a text uses, and what caches of different sizes would find.
+    Experts(ExpertsArgs),
     /// Measure speed: tokens per second, the time of every stage, and how far from this machine's peak it is.
     Bench(BenchArgs),
 }
@@ -119,9 +122,9 @@ pub struct BackendArgs {
     /// How keys and values are stored.
     #[arg(long, value_enum, default_value = "f16")]
     pub kv: Kv,
-    /// Tokens ingested together.
-    #[arg(long, value_name = "N", default_value = "2048", value_parser = parse_positive)]
-    pub chunk: usize,
+    /// Most tokens ingested together [default: so many that reading experts is hidden, if memory allows].
+    #[arg(long, value_name = "N", value_parser = parse_positive)]
+    pub chunk: Option<usize>,
     /// Keep activations in single precision where they meet quantised weights; slower [cpu].
     #[arg(long)]
     pub exact: bool,

@@ -5,6 +5,8 @@ mod bench;
 mod cache;
 mod cache_args;
 mod chat;
+mod calibration;
+mod experts;
 mod failure;
 mod folders;
 mod forge_files;
@@ -50,6 +52,7 @@ fn main() -> ExitCode {
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Logits(args) => logits::run(&args),
         Command::Parity(args) => parity::run(&args),
+        Command::Experts(args) => experts::run(&args),
         Command::Bench(args) => bench::run(&args),
     };
     match result {

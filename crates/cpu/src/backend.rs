@@ -202,9 +202,20 @@ impl Backend for Cpu {
 
     fn route(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {
         self.stage(pass, (Stage::Route, rows.clone()), |cpu, open| {
-            moe::route(&mut cpu.team, &cpu.model.spec, &cpu.weights.layers[layer].moe, open, rows);
+            let bias = std::mem::take(&mut cpu.route_bias);
+            moe::route(&mut cpu.team, &cpu.model.spec, (&cpu.weights.layers[layer].moe, &bias), open, rows);
             Ok(())
         })
+    }
+
+    fn bias_routes(&mut self, layer: usize, bias: &[f32]) -> Result<()> {
+        let experts = self.model.spec.moe.experts;
+        if !bias.is_empty() && bias.len() != experts {
+            let message = format!("layer {layer}: a bias for {} of {experts} experts", bias.len());
+            return Err(Error::Pass(message));
+        }
+        self.route_bias = bias.to_vec();
+        Ok(())
     }
 
     fn shared(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {

@@ -83,6 +83,8 @@ pub struct Cpu {
     inner: Inner,
     /// Where experts may lie.
     slots: HostSlots,
+    /// What the next choice of experts prefers; empty is nothing.
+    route_bias: Vec<f32>,
 }
 
 impl Cpu {
@@ -98,32 +100,18 @@ impl Cpu {
         options: Options,
     ) -> Result<Cpu, Error> {
         let weights = weights.into();
-        let kernels = Kernels::choose(wanted_variant(&options)?)?;
-        let exact = options.exact || !kernels.variant.prefers_integers();
-        let count = options.threads.unwrap_or_else(physical_cores);
-        if count == 0 || count > MOST_THREADS {
-            return Err(Error::ThreadCount { found: count, most: MOST_THREADS });
-        }
-        let by_default =
-            || count <= physical_cores() && std::env::var("REDLITE_CPU_PIN").as_deref() != Ok("0");
-        let pin = options.pin || by_default();
-        let pool = Pool::new(count, pin).map_err(|source| Error::Threads { count, source })?;
+        let (capabilities, team) = team(&options)?;
         Ok(Cpu {
             conv: transposed_convolutions(&model, &weights),
-            capabilities: Capabilities {
-                name: "cpu",
-                variant: kernels.variant.name().to_string(),
-                kernel_version: if exact { 3 } else { 6 },
-                block_rows: BLOCK_ROWS,
-                smallest_chunk: 1,
-            },
+            capabilities,
             limits,
             state: HostState::new(&model.spec, limits.kv, limits.positions),
-            team: Team::new(pool, kernels, exact),
+            team,
             passes: Vec::new(),
             spare: Vec::new(),
             inner: Inner::default(),
             slots: HostSlots::new(model.clone()),
+            route_bias: Vec::new(),
             model,
             weights,
         })
@@ -139,6 +127,46 @@ impl Cpu {
     pub fn threads(&self) -> usize {
         self.team.threads()
     }
+}
+
+/// What a backend with these options would be.
+///
+/// # Errors
+/// If kernels are asked for that the processor cannot run.
+pub fn capabilities(options: &Options) -> Result<Capabilities, Error> {
+    let kernels = Kernels::choose(wanted_variant(options)?)?;
+    Ok(Capabilities {
+        name: "cpu",
+        variant: kernels.variant.name().to_string(),
+        kernel_version: if is_exact(options, kernels) { 3 } else { 6 },
+        block_rows: BLOCK_ROWS,
+        smallest_chunk: 1,
+    })
+}
+
+/// What this machine can do at most, measured now: [`model::Backend::peaks`] without a model.
+///
+/// # Errors
+/// As [`Cpu::new`].
+pub fn peaks(options: &Options) -> Result<Vec<model::Peaks>, Error> {
+    Ok(calibrate::peaks(&mut team(options)?.1))
+}
+
+fn is_exact(options: &Options, kernels: &Kernels) -> bool {
+    options.exact || !kernels.variant.prefers_integers()
+}
+
+/// The threads, and what they are.
+fn team(options: &Options) -> Result<(Capabilities, Team), Error> {
+    let kernels = Kernels::choose(wanted_variant(options)?)?;
+    let count = options.threads.unwrap_or_else(physical_cores);
+    if count == 0 || count > MOST_THREADS {
+        return Err(Error::ThreadCount { found: count, most: MOST_THREADS });
+    }
+    let by_default = || count <= physical_cores() && std::env::var("REDLITE_CPU_PIN").as_deref() != Ok("0");
+    let pin = options.pin || by_default();
+    let pool = Pool::new(count, pin).map_err(|source| Error::Threads { count, source })?;
+    Ok((capabilities(options)?, Team::new(pool, kernels, is_exact(options, kernels))))
 }
 
 /// The choice of the caller, else that of the environment.

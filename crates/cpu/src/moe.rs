@@ -34,7 +34,7 @@ pub(crate) fn shared_parts(spec: &Spec, rows: usize) -> [usize; 2] {
 pub(crate) fn route(
     team: &mut Team,
     spec: &Spec,
-    weights: &LayerWeights,
+    (weights, bias): (&LayerWeights, &[f32]),
     open: &mut Open,
     rows: Range<usize>,
 ) {
@@ -62,11 +62,30 @@ pub(crate) fn route(
                 let to = rows.start + row;
                 (out.part(row, 0, experts), ids.part(to, 0, used), chosen.part(to, 0, used))
             };
+            let preferred = (!bias.is_empty()).then(|| preferred(probabilities, bias, used));
             let (_, _, sum) = (kernels.softmax_block)(probabilities, 1.0, f32::NEG_INFINITY);
             probabilities.iter_mut().for_each(|p| *p /= sum);
+            if let Some(preferred) = preferred {
+                // Below every probability, so that nobody else is chosen.
+                let others = probabilities.iter_mut().zip(preferred).filter(|(_, preferred)| !preferred);
+                others.for_each(|(p, _)| *p = -2.0);
+            }
             choose(probabilities, ids, chosen);
         }
     });
+}
+
+/// Which experts have the `used` largest sums of logit and bias, ties to the lower index.
+fn preferred(logits: &[f32], bias: &[f32], used: usize) -> Vec<bool> {
+    let sum = |expert: u32| logits[expert as usize] + bias[expert as usize];
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    let by_sum = |&a: &u32, &b: &u32| sum(b).total_cmp(&sum(a)).then(a.cmp(&b));
+    if used < order.len() {
+        order.select_nth_unstable_by(used, by_sum);
+    }
+    let mut preferred = vec![false; logits.len()];
+    order.iter().take(used).for_each(|&expert| preferred[expert as usize] = true);
+    preferred
 }
 
 /// The largest probabilities, by falling value, ties to the lower index, scaled to the sum 1.
