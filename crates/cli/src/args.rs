@@ -12,8 +12,8 @@ use quant::Type;
 use crate::bench::args::BenchArgs;
 use crate::cache_args::{CacheArgs, DoctorArgs, PlanArgs};
 use crate::chat::args::ChatArgs;
-use crate::pull::args::PullArgs;
 use crate::experts::args::ExpertsArgs;
+use crate::pull::args::PullArgs;
 use crate::serve::args::ServeArgs;
 
 pub use files::{ConvertArgs, QuantizeArgs, RecipeName, ShapeArgs, SynthArgs, WorkArgs};

@@ -25,7 +25,8 @@ const STREAMED_CHUNK: usize = 16384;
 /// [`Cache::Mapped`] means that the GPU holds a copy of every expert.
 pub fn plan(model: &Model, args: &BackendArgs, room: &Room) -> Result<Planned, Failure> {
     if args.cache.cache == CacheWish::Mapped {
-        let message = "a GPU does not compute from the mapped file: use `--cache` with a size, `full` or `auto`";
+        let message =
+            "a GPU does not compute from the mapped file: use `--cache` with a size, `full` or `auto`";
         return Err(Failure::Usage(message.to_string()));
     }
     let (spare, rates) = (spare(args)?, Rates::default());
