@@ -13,6 +13,8 @@ use experts::Io;
 use model::{Capabilities, Cost, Model, Peaks};
 use serde_json::{Map, Value, json};
 
+use crate::folders;
+
 /// Layout of the file.
 const VERSION: u64 = 1;
 
@@ -49,7 +51,7 @@ pub struct Calibration {
 impl Calibration {
     /// What is stored for this machine; empty if nothing is, or it cannot be read: then it is measured again.
     pub fn load() -> Calibration {
-        let path = folder().map(|folder| folder.join("machine.json"));
+        let path = folders::cache().map(|folder| folder.join("machine.json"));
         let stored = path.as_deref().and_then(read);
         let entry = stored.filter(|entry| entry["machine"] == machine() && entry["version"] == VERSION);
         let entry = entry.unwrap_or_else(|| json!({ "version": VERSION, "machine": machine() }));
@@ -187,15 +189,6 @@ fn workers(capabilities: &Capabilities, threads: Option<usize>) -> String {
     let Capabilities { name, variant, kernel_version, .. } = capabilities;
     let threads = threads.map_or(String::new(), |threads| format!(" x{threads}"));
     format!("{name} {variant} v{kernel_version}{threads}")
-}
-
-/// The user's folder for what can be made again.
-fn folder() -> Option<PathBuf> {
-    let given = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let base = given("XDG_CACHE_HOME").filter(|path| path.is_absolute());
-    let base =
-        base.or_else(|| given("HOME").map(|home| home.join(".cache"))).or_else(|| given("LOCALAPPDATA"));
-    Some(base?.join("redlite"))
 }
 
 fn read(path: &Path) -> Option<Value> {

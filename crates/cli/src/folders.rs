@@ -7,6 +7,11 @@ pub fn data() -> Option<PathBuf> {
     folder("XDG_DATA_HOME", ".local/share")
 }
 
+/// For what can be made again: `$XDG_CACHE_HOME/redlite`, or `~/.cache/redlite`.
+pub fn cache() -> Option<PathBuf> {
+    folder("XDG_CACHE_HOME", ".cache")
+}
+
 /// For what was done last: `$XDG_STATE_HOME/redlite`, or `~/.local/state/redlite`.
 pub fn state() -> Option<PathBuf> {
     folder("XDG_STATE_HOME", ".local/state")
