@@ -255,14 +255,10 @@ impl Loads {
         self.marks.windows(2).map(|pair| {
             let [(before, copied_before), (after, copied)] = pair else { unreachable!("windows of two") };
             let bytes = copied.bytes - copied_before.bytes;
-            let copies = CopyStats {
-                bytes,
-                seconds: copied.seconds - copied_before.seconds,
-                found: copied.found - copied_before.found,
-                fetched: copied.fetched - copied_before.fetched,
-                fetched_ahead: copied.fetched_ahead - copied_before.fetched_ahead,
-            };
-            (after.since(before), copies)
+            let seconds = copied.seconds - copied_before.seconds;
+            let (found, fetched) =
+                (copied.found - copied_before.found, copied.fetched - copied_before.fetched);
+            (after.since(before), CopyStats { bytes, seconds, found, fetched })
         })
     }
 
@@ -282,7 +278,6 @@ impl Loads {
             value["copy_seconds"] = copies.seconds.into();
             value["gpu_found"] = copies.found.into();
             value["gpu_fetched"] = copies.fetched.into();
-            value["gpu_fetched_ahead"] = copies.fetched_ahead.into();
             value
         };
         self.monitor.is_some().then(|| self.phases().map(phase).collect())
@@ -295,10 +290,9 @@ fn copies_of(copies: &CopyStats, time: Duration) -> String {
     let fetched = match by_itself {
         0 => String::new(),
         all => format!(
-            "; the GPU found {:.1} % of {all} experts in its slots and fetched {}, {} more ahead",
+            "; the GPU found {:.1} % of {all} experts in its slots and fetched {}",
             100.0 * copies.found as f64 / all as f64,
-            copies.fetched,
-            copies.fetched_ahead,
+            copies.fetched
         ),
     };
     if copies.bytes == 0 {

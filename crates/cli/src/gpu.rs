@@ -116,7 +116,7 @@ pub fn start(
         report::say(format_args!("redlite: {} of experts in pinned memory", report::size(plan.experts)));
     }
     let home = Arc::new(PinnedExperts::read(model, options.device)?);
-    let rows = backend.fetch_from(home.clone(), fetches, args.cache.look_ahead.0)?;
+    let rows = backend.fetch_from(home.clone(), fetches)?;
     Ok((Box::new(backend), Some(Fetched { home, window, rows })))
 }
 
@@ -146,6 +146,10 @@ pub struct PinnedReader(pub Arc<PinnedExperts>);
 impl Reader for PinnedReader {
     fn alignment(&self) -> usize {
         1
+    }
+
+    fn bytes(&self, shard: usize, offset: u64, len: usize) -> Option<&[u8]> {
+        self.0.bytes(shard, offset, len)
     }
 
     fn read(&self, shard: usize, offset: u64, buffers: &mut [IoSliceMut<'_>], _: usize) -> io::Result<()> {

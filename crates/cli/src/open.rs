@@ -11,6 +11,7 @@ use model::{Backend, Limits, Model, ResidentWeights};
 use text::Tokenizer;
 
 use crate::args::{BackendArgs, BackendName};
+use crate::cache::Room;
 use crate::failure::Failure;
 use crate::report::{self, Bar};
 use crate::{cache, gpu};

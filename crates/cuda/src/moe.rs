@@ -7,10 +7,8 @@ use model::{Spec, Wave};
 use quant::Type;
 
 use crate::Cuda;
-use crate::driver::Device;
 use crate::few::{FewExperts, FewMatrix, Input, Output, TILE, row_of_x};
 use crate::head::Norm;
-use crate::kernels::Kernels;
 use crate::linear::{Gemm, Rows, Then, dense};
 use crate::open::Open;
 use crate::sources::{few_window, table_bytes};
@@ -155,14 +153,6 @@ pub(crate) fn decoded_bytes(spec: &Spec) -> usize {
     (pair_bytes(spec, width) * spec.moe.experts).min(MOST_DECODED)
 }
 
-impl Kernels {
-    /// Chooses experts, as many as asked for, to wherever is asked for.
-    pub(crate) fn choose(&self, device: &Device, p: &Route) -> Done {
-        const WARPS: usize = 4; // a row each
-        device.launch(&self.route, ((p.rows as usize).div_ceil(WARPS), 1, 1), 32 * WARPS, 0, p)
-    }
-}
-
 impl Cuda {
     pub(crate) fn route_rows(&mut self, open: &mut Open, layer: usize, rows: Range<usize>) -> Done {
         let (spec, device) = (self.model.clone(), self.device.clone());
@@ -210,7 +200,14 @@ impl Cuda {
             used: moe.used as i32,
             stride: stride as i32,
         };
-        self.kernels.choose(&self.device, &p)
+        self.choose_into(&p)
+    }
+
+    /// Chooses experts, as many as asked for, to wherever is asked for.
+    pub(crate) fn choose_into(&self, p: &Route) -> Done {
+        const WARPS: usize = 4; // a row each
+        let grid = ((p.rows as usize).div_ceil(WARPS), 1, 1);
+        self.device.launch(&self.kernels.route, grid, 32 * WARPS, 0, p)
     }
 
     /// Everything that multiplies a layer's second norm, of single rows: router, gate and up of the shared expert, and its
