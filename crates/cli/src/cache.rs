@@ -26,6 +26,8 @@ pub struct Room {
     pub positions: usize,
     /// Tokens of the prompt, if they are known.
     pub prompt: Option<usize>,
+    /// Whether many prompts are to come.
+    pub lasting: bool,
 }
 
 /// A plan, and how experts are read.
@@ -64,8 +66,8 @@ pub fn plan(
         CacheWish::Auto if !is_cpu => CacheWish::Mapped,
         wish => wish,
     };
-    let spec = &model.spec;
-    let scratch = |limits: &Limits| if is_cpu { cpu::Cpu::scratch_bytes(spec, limits) } else { 0 };
+    let exact = is_cpu.then(|| cpu::is_exact(&cpu_options(args))).transpose()?;
+    let scratch = |limits: &Limits| exact.map_or(0, |exact| cpu::Cpu::scratch_bytes(model, limits, exact));
     let needs = Needs {
         positions: room.positions,
         context: room.context,
@@ -76,6 +78,7 @@ pub fn plan(
         scratch: &scratch,
         floor: floor(model),
         cache,
+        lasting: room.lasting,
     };
     let mut calibration = Calibration::load();
     let capabilities = is_cpu.then(|| cpu::capabilities(&cpu_options(args))).transpose()?;

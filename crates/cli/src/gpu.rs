@@ -79,6 +79,19 @@ pub fn spare(args: &BackendArgs) -> Result<Spare, Failure> {
     }
 }
 
+/// Bytes of the host's memory that are pinned: what copies come from, or all experts besides.
+pub fn pinned(model: &Model, args: &BackendArgs, plan: &Plan) -> u64 {
+    let all = if fetches(model, args, plan).is_some() { plan.experts } else { 0 };
+    cuda::Memory::new(model, &plan.limits).pinned + all
+}
+
+/// Bytes of slots that the GPU fetches experts to by itself, if the host keeps all of them in pinned memory.
+fn fetches(model: &Model, args: &BackendArgs, plan: &Plan) -> Option<u64> {
+    let Cache::Slots(bytes) = plan.cache else { return None };
+    let (window, pins) = (window(model), pins(model, args.cache.pin));
+    bytes.checked_sub(window).filter(|&rest| rest >= window && pins)
+}
+
 /// What a GPU that fetches experts by itself needs beside the backend.
 pub struct Fetched {
     /// All experts.
@@ -104,20 +117,13 @@ pub fn start(
     let weights = open::load(model, quiet)?;
     let mut backend = cuda::Cuda::new(model.clone(), &weights, plan.limits, options)?;
     drop(weights);
-    let window = window(model);
-    let Some(fetches) = slots.and_then(|bytes| bytes.checked_sub(window)).filter(|&rest| rest >= window)
-    else {
-        return Ok((Box::new(backend), None));
-    };
-    if !pins(model, args.cache.pin) {
-        return Ok((Box::new(backend), None));
-    }
+    let Some(fetches) = fetches(model, args, plan) else { return Ok((Box::new(backend), None)) };
     if !quiet {
         report::say(format_args!("redlite: {} of experts in pinned memory", report::size(plan.experts)));
     }
     let home = Arc::new(PinnedExperts::read(model, options.device)?);
     let rows = backend.fetch_from(home.clone(), fetches)?;
-    Ok((Box::new(backend), Some(Fetched { home, window, rows })))
+    Ok((Box::new(backend), Some(Fetched { home, window: window(model), rows })))
 }
 
 /// Bytes of slots that large passes stream through while the rest is the GPU's own: a layer and a half of experts.

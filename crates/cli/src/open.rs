@@ -75,17 +75,19 @@ pub fn start(
     context: usize,
     quiet: bool,
 ) -> Result<Started, Failure> {
-    start_with_room(model, args, (context, context), quiet)
+    let room = Room { context, positions: context, prompt: None, lasting: false };
+    start_for(model, args, room, quiet)
 }
 
-/// As [`start`], for sessions of at most `context` positions and room for `positions` over all of them.
+/// As [`start`], for many prompts to come, in sessions of at most `context` positions and room for `positions` over
+/// all of them.
 pub fn start_with_room(
     model: &Arc<Model>,
     args: &BackendArgs,
     (context, positions): (usize, usize),
     quiet: bool,
 ) -> Result<Started, Failure> {
-    start_for(model, args, Room { context, positions, prompt: None }, quiet)
+    start_for(model, args, Room { context, positions, prompt: None, lasting: true }, quiet)
 }
 
 /// As [`start`], for what is known to come.
