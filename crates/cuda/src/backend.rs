@@ -43,9 +43,7 @@ impl Cuda {
         if let Some(wave) = &call.wave {
             self.check_wave(open, layer, wave)?;
         }
-        self.timed((stage, layer), |cuda| {
-            cuda.enqueue(open, &call).map_err(fail(stage.name(), layer))
-        })
+        self.timed((stage, layer), |cuda| cuda.enqueue(open, &call).map_err(fail(stage.name(), layer)))
     }
 
     /// The work of a stage.
@@ -350,7 +348,7 @@ impl Cuda {
         let (queries, keys, channels) = (attention.query_dim(), attention.kv_dim(), delta.channels());
         let found = match what {
             // Computed together with the routed experts.
-            I::SharedOut if open.single => return Ok(None),
+            I::SharedOut | I::DeltaMixed if open.single => return Ok(None),
             I::Embedded | I::DeltaHidden | I::AttnHidden | I::ExpertsHidden => {
                 of_pass(buffers.hidden.at(), spec.hidden)
             }

@@ -69,8 +69,9 @@ impl Cuda {
         if seen.as_ref().is_some_and(|seen| Arc::ptr_eq(seen, &wave.experts)) {
             return true;
         }
-        let whole =
-            (0..).zip(&*wave.experts).all(|(i, placed)| placed.expert == i && placed.slot.arena == Slot::FILE);
+        let whole = (0..)
+            .zip(&*wave.experts)
+            .all(|(i, placed)| placed.expert == i && placed.slot.arena == Slot::FILE);
         *seen = whole.then(|| wave.experts.clone());
         whole
     }
@@ -117,14 +118,18 @@ impl Cuda {
     /// Everything one by one.
     fn run_all(&mut self, open: &mut Open, calls: &[Call]) -> Result<()> {
         self.rotations(open).map_err(fail("begin", 0))?;
-        calls.iter().try_for_each(|call| self.enqueue(open, call).map_err(fail(call.stage.name(), call.layer)))
+        calls
+            .iter()
+            .try_for_each(|call| self.enqueue(open, call).map_err(fail(call.stage.name(), call.layer)))
     }
 
     /// Whether the calls are all stages of a pass in their order.
     fn is_complete(&self, open: &Open, calls: &[Call]) -> bool {
         use Stage as S;
-        const DELTA: [Stage; 6] = [S::DeltaProject, S::DeltaMix, S::DeltaOut, S::Route, S::Shared, S::Experts];
-        const ATTENTION: [Stage; 6] = [S::AttnProject, S::AttnMix, S::AttnOut, S::Route, S::Shared, S::Experts];
+        const DELTA: [Stage; 6] =
+            [S::DeltaProject, S::DeltaMix, S::DeltaOut, S::Route, S::Shared, S::Experts];
+        const ATTENTION: [Stage; 6] =
+            [S::AttnProject, S::AttnMix, S::AttnOut, S::Route, S::Shared, S::Experts];
         let layers = &self.model.spec.layers;
         let all = layers.iter().enumerate().flat_map(|(layer, kind)| {
             let stages = if *kind == LayerKind::Delta { DELTA } else { ATTENTION };

@@ -68,7 +68,10 @@ impl Cuda {
         let offset = (rows.start * self.model.spec.hidden) as u64;
         let rounded = open.buffers.rounded.at() + 2 * offset;
         let x = open.buffers.hidden.at() + 4 * offset;
-        self.norm(rows.len(), Norm { x, weight: self.weights.dense.layers[layer].norm, rounded, ..Norm::default() })?;
+        self.norm(
+            rows.len(),
+            Norm { x, weight: self.weights.dense.layers[layer].norm, rounded, ..Norm::default() },
+        )?;
         Ok(Rows { at: rounded, count: rows.len() })
     }
 

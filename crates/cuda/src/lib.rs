@@ -37,8 +37,8 @@ use model::{Capabilities, Limits, Model, ResidentWeights, Stage};
 pub use compile::compile;
 use driver::{Device, Event, Module, Pinned, failed};
 pub use error::{Error, Result};
-pub use kernels::sources;
 use graph::Graphs;
+pub use kernels::sources;
 use kernels::{Kernels, WeightKernels};
 use open::{Buffers, Open, Scratch};
 pub use sources::{Source, Target};
@@ -167,6 +167,9 @@ fn check(model: &Model) -> Result<()> {
     }
     if spec.moe.experts > 1024 {
         return refuse("the number of experts", spec.moe.experts, "at most 1024");
+    }
+    if spec.hidden > 8192 {
+        return refuse("the width of the model", spec.hidden, "at most 8192");
     }
     if spec.moe.used > 32 {
         return refuse("the number of experts a row chooses", spec.moe.used, "at most 32");

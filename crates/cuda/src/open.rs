@@ -80,7 +80,8 @@ pub(crate) struct Buffers {
     pub(crate) rotations: Room,
     /// Projections of a block: [block rows, columns] f32.
     pub(crate) projected: Room,
-    /// Output of a mixer before its output projection: [block rows, columns], bf16.
+    /// Output of a mixer before its output projection: [block rows, columns], bf16; of a DeltaNet layer in a pass of single
+    /// rows f32, not normed.
     pub(crate) mixed: Room,
     /// Of single rows: logits of the router, gate and up of the shared expert, its share.
     pub(crate) gates: Room,
@@ -176,7 +177,11 @@ impl Buffers {
             .map(|run| tables.push_u64(run.pages.iter().map(|page| state.page(page.0))))
             .collect();
         let at = self.tables.take(device, tables.bytes.len().next_power_of_two().max(TABLE_BYTES))?;
-        let rows = pass.runs.iter().zip(&run_pages).flat_map(|(run, pages)| run.rows.clone().map(move |_| at + pages));
+        let rows = pass
+            .runs
+            .iter()
+            .zip(&run_pages)
+            .flat_map(|(run, pages)| run.rows.clone().map(move |_| at + pages));
         tables.set_u64(row_pages, rows);
         device.upload(&tables.bytes, at)?;
         Ok(Tables {

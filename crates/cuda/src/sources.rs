@@ -66,11 +66,11 @@ pub(crate) fn gemm_stages(target: &Target) -> (usize, usize) {
     (stages, stages * (STAGE_BYTES + BARRIER_BYTES))
 }
 
-/// Bytes of shared memory for blocks of `ty` on their way to be decoded: two spans of 256 weights of 128 rows, whole
-/// 16-byte words.
+/// Bytes of shared memory for blocks of `ty` on their way to be decoded: two spans of 256 weights of 128 rows, windows
+/// around them.
 fn span_bytes(ty: Type) -> usize {
     let span = ty.bytes(256).expect("256 weights are whole blocks of every type");
-    2 * 128 * ((span + 15).next_multiple_of(16))
+    2 * 128 * few_window(span)
 }
 
 /// Bytes of the table of decoded codebook rows that decoding `ty` keeps in shared memory (`Run::TABLE` of the kernels).
@@ -87,8 +87,8 @@ pub(crate) fn table_bytes(ty: Type) -> usize {
     }
 }
 
-/// Bytes of shared memory of a row of `bytes` bytes in products with few rows (`window` of the kernels): whole words of
-/// 16, an odd number of them.
+/// Bytes of shared memory of `bytes` bytes of a row (`window` and `WINDOW` of the kernels): whole words of 16, an odd number
+/// of them.
 pub(crate) fn few_window(bytes: usize) -> usize {
     ((bytes + 30) / 16 | 1) * 16
 }
@@ -199,7 +199,12 @@ fn codebooks(types: &[Type]) -> String {
         ("u64", "IQ2_S_GRID", needs(&[Type::IQ2_S]), eights(&codebook::IQ2_S_GRID)),
         ("u32", "IQ3_XXS_GRID", needs(&[Type::IQ3_XXS]), fours(&codebook::IQ3_XXS_GRID)),
         ("u32", "IQ3_S_GRID", needs(&[Type::IQ3_S]), fours(&codebook::IQ3_S_GRID)),
-        ("signed char", "IQ4_NL_VALUES", needs(&[Type::IQ4_NL, Type::IQ4_XS]), values(&codebook::IQ4_NL_VALUES)),
+        (
+            "signed char",
+            "IQ4_NL_VALUES",
+            needs(&[Type::IQ4_NL, Type::IQ4_XS]),
+            values(&codebook::IQ4_NL_VALUES),
+        ),
         ("signed char", "MXFP4_VALUES", needs(&[Type::MXFP4]), values(&codebook::MXFP4_VALUES)),
     ];
     for (kind, name, needed, rows) in tables {
