@@ -6,14 +6,14 @@ use std::time::Duration;
 use engine::machine::Spare;
 use engine::plan::{Cache, Plan};
 use experts::{Io, Layout, Monitor, Options, Stats, Store, reader};
-use model::{Backend, ExpertSource, Limits, MappedExperts, Model};
+use model::{Backend, CopyStats, ExpertSource, Limits, MappedExperts, Model};
 
 use serde_json::{Value, json};
 
 use crate::args::{BackendArgs, BackendName};
 use crate::cache_args::{CacheArgs, IoName};
 use crate::failure::Failure;
-use crate::report;
+use crate::{gpu, report};
 
 /// The plan of memory for `model` on this machine, or with the memory that `spare` says.
 pub fn plan(
@@ -23,6 +23,9 @@ pub fn plan(
     spare: Option<Spare>,
 ) -> Result<Plan, Failure> {
     use engine::plan::CacheWish;
+    if args.backend == BackendName::Cuda {
+        return gpu::plan(model, args, limits);
+    }
     // The reference computes from the mapped file.
     let is_cpu = args.backend == BackendName::Cpu;
     let wish = match args.cache.cache {
@@ -35,7 +38,7 @@ pub fn plan(
 }
 
 /// Bytes of the smallest cache that works, whatever the reader.
-fn floor(model: &Model) -> u64 {
+pub fn floor(model: &Model) -> u64 {
     match Layout::new(model, Some(0), reader::DIRECT_BLOCK) {
         Err(experts::Error::Budget { needed, .. }) => needed,
         _ => 0,
@@ -43,9 +46,10 @@ fn floor(model: &Model) -> u64 {
 }
 
 /// One line: what was chosen and why.
-pub fn line(plan: &Plan) -> String {
+pub fn line(plan: &Plan, backend: BackendName) -> String {
     let experts = report::size(plan.experts);
     let cache = match plan.cache {
+        Cache::Mapped if backend == BackendName::Cuda => format!("all experts ({experts}) on the GPU"),
         Cache::Mapped => format!("experts ({experts}) from the mapped file"),
         Cache::Slots(bytes) if bytes >= plan.experts => format!("a slot for every expert ({experts})"),
         Cache::Slots(bytes) => format!("cache of {} for {experts} of experts", report::size(bytes)),
@@ -63,8 +67,8 @@ pub fn line(plan: &Plan) -> String {
 pub fn source(
     model: &Arc<Model>,
     backend: &mut dyn Backend,
-    args: &CacheArgs,
-    plan: &Plan,
+    (args, plan): (&CacheArgs, &Plan),
+    fetched: Option<gpu::Fetched>,
 ) -> Result<(Box<dyn ExpertSource + Send>, Option<Monitor>), Failure> {
     let budget = match plan.cache {
         Cache::Mapped => return Ok((Box::new(MappedExperts::new(model)), None)),
@@ -79,9 +83,16 @@ pub fn source(
         trace: args.trace,
         ..Options::default()
     };
-    let store = Store::new(model, backend, options)?;
+    let Some(fetched) = fetched else {
+        let store = Store::new(model, backend, options)?;
+        let monitor = store.monitor();
+        return Ok((Box::new(store), Some(monitor)));
+    };
+    let options = Options { budget: Some(fetched.window), ..options };
+    let reader = Box::new(gpu::PinnedReader(fetched.home));
+    let store = Store::with_reader(model, backend, options, reader)?;
     let monitor = store.monitor();
-    Ok((Box::new(store), Some(monitor)))
+    Ok((Box::new(cuda::Fetching::new(model, store, fetched.rows)), Some(monitor)))
 }
 
 /// The reader asked for, or the faster one: a few large reads of each tell. Direct reads leave the file cache to
@@ -102,14 +113,15 @@ fn io(model: &Model, name: IoName) -> Io {
 #[derive(Default)]
 pub struct Loads {
     monitor: Option<Monitor>,
-    marks: Vec<Stats>,
+    marks: Vec<(Stats, CopyStats)>,
 }
 
 impl Loads {
     /// Nothing so far.
     pub fn new(monitor: Option<Monitor>) -> Loads {
-        let marks = monitor.iter().map(Monitor::stats).collect();
-        Loads { monitor, marks }
+        let mut loads = Loads { monitor, marks: Vec::new() };
+        loads.mark();
+        loads
     }
 
     /// The store, if there is one.
@@ -119,21 +131,36 @@ impl Loads {
 
     /// A phase ends.
     pub fn mark(&mut self) {
-        self.marks.extend(self.monitor.iter().map(Monitor::stats));
+        let now = |monitor: &Monitor| (monitor.stats(), monitor.copies().unwrap_or_default());
+        self.marks.extend(self.monitor.iter().map(now));
     }
 
-    fn phases(&self) -> impl Iterator<Item = Stats> + '_ {
-        self.marks.windows(2).map(|pair| pair[1].since(&pair[0]))
+    fn phases(&self) -> impl Iterator<Item = (Stats, CopyStats)> + '_ {
+        self.marks.windows(2).map(|pair| {
+            let [(before, copied_before), (after, copied)] = pair else { unreachable!("windows of two") };
+            let bytes = copied.bytes - copied_before.bytes;
+            let copies = CopyStats {
+                bytes,
+                seconds: copied.seconds - copied_before.seconds,
+                found: copied.found - copied_before.found,
+                fetched: copied.fetched - copied_before.fetched,
+                fetched_ahead: copied.fetched_ahead - copied_before.fetched_ahead,
+            };
+            (after.since(before), copies)
+        })
     }
 
     /// A line for each phase, given their names and times; none without a store.
     pub fn lines<const N: usize>(&self, phases: [(&str, Duration); N]) -> Vec<String> {
-        self.phases().zip(phases).map(|(stats, (name, time))| line_of(name, &stats, time)).collect()
+        let line = |((stats, copies), (name, time)): ((Stats, CopyStats), (&str, Duration))| {
+            line_of(name, &stats, time) + &copies_of(&copies, time)
+        };
+        self.phases().zip(phases).map(line).collect()
     }
 
     /// The phases as JSON: reading, writing.
     pub fn json(&self) -> Option<Value> {
-        let phase = |stats: Stats| {
+        let phase = |(stats, copies): (Stats, CopyStats)| {
             json!({
                 "experts": stats.loads,
                 "bytes": stats.bytes,
@@ -147,10 +174,38 @@ impl Loads {
                 "predicted_used": stats.predicted_used,
                 "predicted_cancelled": stats.predicted_cancelled,
                 "predicted_wasted": stats.predicted_wasted,
+                "copied_bytes": copies.bytes,
+                "copy_seconds": copies.seconds,
+                "gpu_found": copies.found,
+                "gpu_fetched": copies.fetched,
+                "gpu_fetched_ahead": copies.fetched_ahead,
             })
         };
         self.monitor.is_some().then(|| self.phases().map(phase).collect())
     }
+}
+
+/// Bytes copied to the GPU, how fast, and how busy the link was; nothing if there were none.
+fn copies_of(copies: &CopyStats, time: Duration) -> String {
+    let by_itself = copies.found + copies.fetched;
+    let fetched = match by_itself {
+        0 => String::new(),
+        all => format!(
+            "; the GPU found {:.1} % of {all} experts in its slots and fetched {}, {} more ahead",
+            100.0 * copies.found as f64 / all as f64,
+            copies.fetched,
+            copies.fetched_ahead,
+        ),
+    };
+    if copies.bytes == 0 {
+        return fetched;
+    }
+    format!(
+        "{fetched}; copied to the GPU {} at {:.1} GB/s, busy {:.1} % of the time",
+        report::size(copies.bytes),
+        copies.bytes as f64 / copies.seconds.max(1e-9) / 1e9,
+        100.0 * copies.seconds / time.as_secs_f64().max(1e-9),
+    )
 }
 
 /// Bytes, loads, how busy the readers were, how long computation waited, and where experts were found.

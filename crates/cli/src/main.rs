@@ -6,6 +6,7 @@ mod cache;
 mod cache_args;
 mod failure;
 mod forge_files;
+mod gpu;
 mod info;
 mod interrupt;
 mod logits;

@@ -10,9 +10,9 @@ use model::{Backend, Limits, Model, ResidentWeights};
 use text::Tokenizer;
 
 use crate::args::{BackendArgs, BackendName};
-use crate::cache;
 use crate::failure::Failure;
 use crate::report::{self, Bar};
+use crate::{cache, gpu};
 
 /// A model and its tokenizer.
 pub struct Opened {
@@ -92,11 +92,14 @@ pub fn start_with_room(
     let options = cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() };
     let plan = cache::plan(model, args, &limits, engine::machine::spare_memory())?;
     if !quiet {
-        report::say(format_args!("{}", cache::line(&plan)));
+        report::say(format_args!("{}", cache::line(&plan, args.backend)));
     }
-    let mut backend = backend(model, args.backend, options, limits, quiet)?;
+    let (mut backend, fetched) = match args.backend {
+        BackendName::Cuda => gpu::start(model, args, &plan, limits, quiet)?,
+        name => (backend(model, name, options, limits, quiet)?, None),
+    };
     let variant = backend.capabilities().variant.clone();
-    let (experts, monitor) = cache::source(model, &mut *backend, &args.cache, &plan)?;
+    let (experts, monitor) = cache::source(model, &mut *backend, (&args.cache, &plan), fetched)?;
     let options = Options { chunk: args.chunk, context };
     let engine = Engine::new(model.clone(), backend, experts, options);
     Ok(Started { engine, load: began.elapsed(), variant, monitor })
@@ -131,7 +134,7 @@ pub fn backend(
     Ok(Box::new(reference::Reference::new(model.clone(), limits, options)?))
 }
 
-fn load(model: &Model, quiet: bool) -> Result<ResidentWeights, Failure> {
+pub fn load(model: &Model, quiet: bool) -> Result<ResidentWeights, Failure> {
     let bar = Bar::bytes("loading", model.dense_bytes(), quiet);
     let weights = model.load(&mut |done, _| bar.set(done));
     bar.finish();

@@ -9,9 +9,10 @@ use gguf::Shard;
 use model::{Limits, Model};
 use serde_json::{Value, json};
 
+use crate::args::BackendName;
 use crate::cache_args::{DoctorArgs, PlanArgs};
 use crate::failure::{Failure, Outcome};
-use crate::{cache, open, report};
+use crate::{cache, gpu, open, report};
 
 /// Runs `plan`.
 pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
@@ -23,8 +24,12 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         positions: context,
         kv: args.backend.kv.into(),
     };
+    let on_gpu = args.backend.backend == BackendName::Cuda;
     let given = args.memory.map(|bytes| Spare { bytes, limit: "--memory" });
-    let spare = given.or_else(machine::spare_memory);
+    let spare = match on_gpu {
+        true => Some(gpu::spare(&args.backend)?),
+        false => given.or_else(machine::spare_memory),
+    };
     let plan = cache::plan(&model, &args.backend, &limits, spare.clone())?;
     let mut out = std::io::stdout().lock();
     if args.json {
@@ -32,6 +37,7 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         return Ok(Outcome::Success);
     }
     let slots = match plan.cache {
+        Cache::Mapped if on_gpu => format!("{} (all of them, on the GPU)", report::size(plan.experts)),
         Cache::Mapped => "0 B (experts from the mapped file)".to_string(),
         Cache::Slots(bytes) => {
             format!("{} ({:.0} %)", report::size(bytes), 100.0 * bytes as f64 / plan.experts.max(1) as f64)

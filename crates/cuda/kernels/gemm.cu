@@ -60,6 +60,7 @@ struct Gemm {
     // and the experts that tiles name.
     const u8 *blocks[2];
     long strides[2];
+    const u64 *places[2]; // of each expert's blocks instead; may be null
     const u32 *list;
 };
 
@@ -216,7 +217,8 @@ template <Then THEN> DEVICE Blocks blocks(const Gemm &p, const Tile &tile, int f
     // Rows beyond the end repeat the last one.
     int n = min(first_n + (THEN == GATED ? row % (TILE_N / 2) : row), p.n - 1);
     Blocks out;
-    out.row = p.blocks[m] + p.list[tile.matrix] * p.strides[m] + n * ((long)(p.k / TYPE::LEN) * TYPE::BYTES);
+    out.row = expert_at(p.blocks[m], p.strides[m], p.places[m], p.list[tile.matrix]) +
+              n * ((long)(p.k / TYPE::LEN) * TYPE::BYTES);
     return out;
 }
 

@@ -62,7 +62,7 @@ DEVICE void numbers_of(u32 bytes, u32 bias, u32 out[2]) {
 /// Four numbers q < 128, a byte each.
 DEVICE void scaled_bytes(u32 bytes, const Scale &s, u32 out[2]) {
     u32 numbers[2];
-    numbers_of(bytes, numbers);
+    numbers_of(bytes, s.bias, numbers);
     out[0] = scaled(numbers[0], s), out[1] = scaled(numbers[1], s);
 }
 

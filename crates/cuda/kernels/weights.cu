@@ -42,6 +42,7 @@ struct DecodeExperts {
     const u8 *from;  // expert 0's matrix
     u16 *to;         // room of the first listed expert
     long stride;     // bytes from one expert to the next
+    const u64 *places; // of each expert's matrix instead; may be null
     long to_stride;  // numbers from one listed expert's room to the next
     long groups;     // of one expert
     const u32 *list; // experts
@@ -52,7 +53,7 @@ KERNEL void decode_experts(DecodeExperts p) {
     long index = (long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= p.groups) return;
     float w[8];
-    decode_group(p.from + p.list[blockIdx.y] * p.stride, index, w);
+    decode_group(expert_at(p.from, p.stride, p.places, p.list[blockIdx.y]), index, w);
     ((uint4 *)(p.to + blockIdx.y * p.to_stride))[index] = round_group(w);
 }
 

@@ -1,10 +1,13 @@
 //! The interface to the engine: books of passes, and each stage handed to its file.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use cudarc::driver::DriverError;
 use model::state::{SequenceId, Snapshot};
-use model::{Backend, Capabilities, Error, GRID, Intermediate, Matrix, Pass, PassId, Result, Stage, Wave};
+use model::{
+    Backend, Capabilities, Error, GRID, Intermediate, Matrix, Pass, PassId, Result, SlotMemory, Stage, Wave,
+};
 
 use crate::attention::provided;
 use crate::driver::Event;
@@ -258,6 +261,19 @@ impl Backend for Cuda {
 
     fn experts(&mut self, pass: PassId, layer: usize, wave: &Wave) -> Result<()> {
         self.call(pass, Call { stage: Stage::Experts, layer, rows: 0..0, wave: Some(wave.clone()) })
+    }
+
+    fn slot_memory(&mut self, bytes: usize) -> Result<(u32, Arc<dyn SlotMemory>)> {
+        self.bind("experts")?;
+        self.add_arena(bytes)
+    }
+
+    fn predict(&mut self, pass: PassId, layer: usize, margin: usize) -> Result<Option<Vec<u32>>> {
+        self.settle(pass, "route")?;
+        let open = self.take(pass)?;
+        let likely = self.likely(&open, layer, margin);
+        self.passes[pass.0 as usize] = Some(open);
+        likely.map_err(fail("route", layer))
     }
 
     fn head(&mut self, pass: PassId) -> Result<()> {

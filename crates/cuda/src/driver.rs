@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 pub(crate) struct Device {
     ordinal: sys::CUdevice,
     context: sys::CUcontext,
-    stream: sys::CUstream,
+    pub(crate) stream: sys::CUstream,
     pub(crate) name: String,
     /// Compute capability.
     pub(crate) capability: (i32, i32),
@@ -69,6 +69,11 @@ impl Device {
             processors,
             shared,
         }))
+    }
+
+    /// Its number.
+    pub(crate) fn ordinal(&self) -> i32 {
+        self.ordinal
     }
 
     /// Makes the context current on this thread; every other function needs that.
@@ -155,7 +160,7 @@ impl Device {
     /// Memory of the host that the GPU writes at full speed.
     pub(crate) fn pinned(self: &Arc<Device>, bytes: usize) -> std::result::Result<Pinned, DriverError> {
         // SAFETY: freed when dropped.
-        let at = unsafe { result::malloc_host(bytes, 0) }?;
+        let at = unsafe { result::malloc_host(bytes.max(1), 0) }?;
         Ok(Pinned { at: at.cast(), bytes, device: self.clone() })
     }
 
@@ -283,6 +288,34 @@ pub(crate) struct Pinned {
 
 // SAFETY: memory like any other.
 unsafe impl Send for Pinned {}
+// SAFETY: shared, it is only read, or written as its owner allows.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// Where it begins, for the host and for the GPU.
+    pub(crate) fn host(&self) -> *mut u8 {
+        self.at
+    }
+
+    /// Writes its first bytes.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes it meanwhile.
+    ///
+    /// # Panics
+    /// If they do not fit.
+    pub(crate) unsafe fn fill(&self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.bytes, "bytes that fit");
+        // SAFETY: inside the memory, and exclusive by the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at, bytes.len()) };
+    }
+
+    /// All of it, of memory that is written no more.
+    pub(crate) fn as_slice(&self) -> &[u8] {
+        // SAFETY: numbers of any value; whoever fills it does so before it is shared.
+        unsafe { std::slice::from_raw_parts(self.at, self.bytes) }
+    }
+}
 
 impl Drop for Pinned {
     fn drop(&mut self) {
@@ -366,21 +399,52 @@ impl Drop for Module {
     }
 }
 
-/// A point on the stream.
+/// A point on a stream.
 pub(crate) struct Event {
     event: sys::CUevent,
 }
 
 // SAFETY: as for `Device`.
 unsafe impl Send for Event {}
+// SAFETY: as for `Device`.
+unsafe impl Sync for Event {}
 
 impl Event {
     /// A point behind everything enqueued.
     pub(crate) fn record(device: &Device) -> std::result::Result<Event, DriverError> {
+        Event::record_on(device.stream)
+    }
+
+    /// A point behind everything enqueued on a stream.
+    pub(crate) fn record_on(stream: sys::CUstream) -> std::result::Result<Event, DriverError> {
         let event = Event { event: result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)? };
         // SAFETY: both are alive.
-        unsafe { result::event::record(event.event, device.stream) }?;
+        unsafe { result::event::record(event.event, stream) }?;
         Ok(event)
+    }
+
+    /// What is enqueued on `stream` from now on waits for it.
+    pub(crate) fn hold(&self, stream: sys::CUstream) -> std::result::Result<(), DriverError> {
+        // SAFETY: both are alive.
+        unsafe {
+            result::stream::wait_event(stream, self.event, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT)
+        }
+    }
+
+    /// Whether the GPU has come past it.
+    pub(crate) fn has_passed(&self) -> std::result::Result<bool, DriverError> {
+        // SAFETY: made by us.
+        match unsafe { result::event::query(self.event) } {
+            Ok(()) => Ok(true),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Waits for it.
+    pub(crate) fn wait(&self) -> std::result::Result<(), DriverError> {
+        // SAFETY: made by us.
+        unsafe { result::event::synchronize(self.event) }
     }
 
     /// Milliseconds of the GPU from `self` to `end`, both of which have passed.

@@ -154,7 +154,7 @@ impl Cuda {
         FewExperts {
             at: experts.at,
             stride: experts.stride as i64,
-            places: 0,
+            places: experts.places,
             ty: self.number_of(experts.ty),
             row_bytes: row_bytes(experts.ty, experts.cols) as i32,
         }

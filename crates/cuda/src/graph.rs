@@ -61,7 +61,9 @@ impl Cuda {
     /// Whether a call can be part of a graph.
     pub(crate) fn can_record(&mut self, call: &Call) -> bool {
         let Some(wave) = &call.wave else { return true };
-        if !wave.last || wave.experts.len() != self.model.spec.moe.experts {
+        // Experts that come and go by the host's word are told with each wave.
+        let here = self.whole || self.fetch.is_some();
+        if !here || !wave.last || wave.experts.len() != self.model.spec.moe.experts {
             return false;
         }
         self.graphs.whole.resize(self.model.spec.layers.len(), None);
@@ -83,6 +85,8 @@ impl Cuda {
             return self.run_all(open, &calls);
         }
         let fail = fail("graph", 0);
+        // What is awaited inside of a graph must have begun there.
+        self.await_ahead().map_err(&fail)?;
         let key = self.key(open);
         let found = self.graphs.known.iter().position(|(known, _)| *known == key);
         let graph = match found.map(|index| self.graphs.known.remove(index).1) {

@@ -12,12 +12,14 @@
 //! One file for each group of stages, as in the other backends; `driver`, `compile`, `sources` and `kernels` lead from
 //! the text of a kernel to its launch.
 
+mod ahead;
 mod attention;
 mod backend;
 mod compile;
 mod delta;
 mod driver;
 mod error;
+mod fetch;
 mod few;
 mod graph;
 mod head;
@@ -25,8 +27,12 @@ mod kernels;
 mod linear;
 mod moe;
 mod open;
+mod place;
+mod plan;
+mod slots;
 mod sources;
 mod state;
+mod transfer;
 mod weights;
 
 use std::sync::Arc;
@@ -37,12 +43,17 @@ use model::{Capabilities, Limits, Model, ResidentWeights, Stage};
 pub use compile::compile;
 use driver::{Device, Event, Module, Pinned, failed};
 pub use error::{Error, Result};
+use fetch::Fetch;
+pub use fetch::{Fetching, PinnedExperts};
 use graph::Graphs;
 pub use kernels::sources;
 use kernels::{Kernels, WeightKernels};
 use open::{Buffers, Open, Scratch};
+pub use plan::{Memory, free_memory};
+use slots::Arena;
 pub use sources::{Source, Target};
 use state::DeviceState;
+use transfer::GpuLanes;
 use weights::DeviceWeights;
 
 /// Choices.
@@ -50,13 +61,18 @@ use weights::DeviceWeights;
 pub struct Options {
     /// Which GPU, in the order of the driver.
     pub device: i32,
+    /// Experts are not copied to the GPU: they come through slots of so many bytes, see
+    /// [`Backend::slot_memory`](model::Backend::slot_memory).
+    pub slots: Option<u64>,
+    /// Bytes of the GPU's memory that may be taken; all that is free if not given.
+    pub memory: Option<u64>,
     /// Whether passes of single rows are recorded and replayed as graphs; results are the same.
     pub graphs: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { device: 0, graphs: true }
+        Options { device: 0, slots: None, memory: None, graphs: true }
     }
 }
 
@@ -77,6 +93,11 @@ pub struct Cuda {
     options: Options,
     state: DeviceState,
     weights: DeviceWeights,
+    /// Whether the GPU holds every expert.
+    whole: bool,
+    arenas: Vec<Arc<Arena<GpuLanes>>>,
+    /// Slots that the GPU fills by itself.
+    fetch: Option<Fetch>,
     kernels: Kernels,
     target: Target,
     device: Arc<Device>,
@@ -98,14 +119,15 @@ impl Cuda {
     ) -> Result<Cuda> {
         check(&model)?;
         let device = Device::open(options.device)?;
-        let needed = needed(&model, &limits);
-        let free = device.free_memory()?;
+        let memory = Memory::new(&model, &limits);
+        let needed = memory.rest() + options.slots.unwrap_or(memory.experts);
+        let free = (device.free_memory()? as u64).min(options.memory.unwrap_or(u64::MAX));
         if needed > free {
-            return Err(Error::Memory { free, needed });
+            return Err(Error::Memory { free: free as usize, needed: needed as usize });
         }
         let target = Target::of(device.capability, device.shared);
         let kernels = Kernels::new(&device, &target, &model, limits.kv)?;
-        let weights = DeviceWeights::new(&device, &model, weights)?;
+        let weights = DeviceWeights::new(&device, &model, weights, options.slots.is_none())?;
         let state = DeviceState::new(&device, &model.spec, limits.kv, limits.positions);
         let capabilities = Capabilities {
             name: "cuda",
@@ -128,6 +150,9 @@ impl Cuda {
             options,
             state,
             weights,
+            whole: options.slots.is_none(),
+            arenas: Vec::new(),
+            fetch: None,
             kernels,
             target,
             device,
@@ -179,12 +204,6 @@ fn check(model: &Model) -> Result<()> {
         Some(&width) => refuse("a width", width, "a multiple of 8"),
         None => Ok(()),
     }
-}
-
-/// Bytes a model takes on the GPU: weights, state of two sequences, buffers of a pass, scratch.
-fn needed(model: &Model, limits: &Limits) -> usize {
-    let state = DeviceState::bytes(&model.spec, limits.kv, limits.positions, 3);
-    weights::bytes(model) + state + open::bytes(&model.spec, limits.pass_rows)
 }
 
 /// Turns an error of the driver into one of a stage.

@@ -49,6 +49,7 @@ pub(crate) struct Gemm {
     pub(crate) used: i32,
     pub(crate) blocks: [u64; 2],
     pub(crate) strides: [i64; 2],
+    pub(crate) places: [u64; 2],
     pub(crate) list: u64,
 }
 
@@ -173,6 +174,7 @@ pub(crate) fn dense(
         used: 1,
         blocks: [0; 2],
         strides: [0; 2],
+        places: [0; 2],
         list: 0,
     }
 }

@@ -3,14 +3,16 @@
 use std::ops::Range;
 
 use cudarc::driver::DriverError;
-use model::{PlacedExpert, Slot, Spec, Stage, Wave};
+use model::{Spec, Wave};
 use quant::Type;
 
 use crate::Cuda;
+use crate::driver::Device;
 use crate::few::{
     FewExperts, FewMatrix, Input, Output, SLACK, THREADS, TILE, UP_THREADS, UP_WARPS, WARPS, row_of_x,
 };
 use crate::head::Norm;
+use crate::kernels::Kernels;
 use crate::linear::{Gemm, Rows, Then, dense};
 use crate::open::Open;
 use crate::sources::{few_window, gemm_stages, table_bytes};
@@ -23,16 +25,16 @@ type Mask = [u32; 32];
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Route {
-    logits: u64,
-    ids: u64,
-    weights: u64,
-    order: u64,
-    counts: u64,
-    rows: i32,
-    experts: i32,
-    used: i32,
-    stride: i32,
+pub(crate) struct Route {
+    pub(crate) logits: u64,
+    pub(crate) ids: u64,
+    pub(crate) weights: u64,
+    pub(crate) order: u64,
+    pub(crate) counts: u64,
+    pub(crate) rows: i32,
+    pub(crate) experts: i32,
+    pub(crate) used: i32,
+    pub(crate) stride: i32,
 }
 
 #[derive(Clone, Copy)]
@@ -65,6 +67,7 @@ struct DecodeExperts {
     from: u64,
     to: u64,
     stride: i64,
+    places: u64,
     to_stride: i64,
     groups: i64,
     list: u64,
@@ -154,6 +157,15 @@ pub(crate) fn decoded_bytes(spec: &Spec) -> usize {
     (pair_bytes(spec, width) * spec.moe.experts).min(MOST_DECODED)
 }
 
+impl Kernels {
+    /// Chooses experts, as many as asked for, to wherever is asked for.
+    pub(crate) fn choose(&self, device: &Device, p: &Route) -> Done {
+        const WARPS: usize = 4; // a row each
+        let keys = 4 * WARPS * p.experts as usize;
+        device.launch(&self.route, ((p.rows as usize).div_ceil(WARPS), 1, 1), 32 * WARPS, keys, p)
+    }
+}
+
 impl Cuda {
     pub(crate) fn route_rows(&mut self, open: &mut Open, layer: usize, rows: Range<usize>) -> Done {
         let (spec, device) = (self.model.clone(), self.device.clone());
@@ -201,14 +213,7 @@ impl Cuda {
             used: moe.used as i32,
             stride: stride as i32,
         };
-        const WARPS: usize = 4; // a row each
-        self.device.launch(
-            &self.kernels.route,
-            (count.div_ceil(WARPS), 1, 1),
-            32 * WARPS,
-            4 * WARPS * moe.experts,
-            &p,
-        )
+        self.kernels.choose(&self.device, &p)
     }
 
     /// Everything that multiplies a layer's second norm, of single rows: router, gate and up of the shared expert, and its
@@ -270,42 +275,27 @@ impl Cuda {
         Ok((0..).zip(counts).filter(|(_, count)| *count > 0).map(|(expert, _)| expert).collect())
     }
 
-    /// Refuses a wave that cannot be computed.
-    pub(crate) fn check_wave(&self, open: &Open, layer: usize, wave: &Wave) -> model::Result<()> {
-        let refuse = |message: String| {
-            Err(model::Error::Backend { backend: "cuda", stage: Stage::Experts.name(), layer, message })
-        };
-        let (experts, rows) = (self.model.spec.moe.experts, open.pass.rows());
-        for PlacedExpert { expert, slot } in &*wave.experts {
-            if slot.arena != Slot::FILE {
-                let arena = slot.arena;
-                return refuse(format!(
-                    "expert {expert} is in arena {arena}, not in the GPU's copy of the file"
-                ));
-            }
-            if *expert as usize >= experts {
-                return refuse(format!("there is no expert {expert}: the layer has {experts}"));
-            }
-        }
-        if open.routed != rows {
-            return refuse(format!("{} of {rows} rows have been routed", open.routed));
-        }
-        Ok(())
-    }
-
     pub(crate) fn expert_rows(&mut self, open: &mut Open, layer: usize, wave: &Wave) -> Done {
         let mut mask = [0u32; 32];
         wave.experts.iter().for_each(|placed| mask[placed.expert as usize / 32] |= 1 << (placed.expert % 32));
+        let (triplet, slots) = self.place(open, layer, wave)?;
         if open.single {
-            return self.experts_single(open, layer, (mask, wave.last));
+            self.experts_single(open, (layer, triplet), (mask, wave.last))?;
+        } else {
+            let list: Vec<u32> = wave.experts.iter().map(|placed| placed.expert).collect();
+            self.experts_grouped(open, triplet, &list, (mask, wave.last))?;
         }
-        let list: Vec<u32> = wave.experts.iter().map(|placed| placed.expert).collect();
-        self.experts_grouped(open, self.weights.experts[layer], &list, (mask, wave.last))
+        slots.map_or(Ok(()), |slots| slots.enqueued())
     }
 
-    fn experts_single(&mut self, open: &mut Open, layer: usize, (mask, last): (Mask, bool)) -> Done {
+    fn experts_single(
+        &mut self,
+        open: &mut Open,
+        (layer, [gate, up, down]): (usize, Triplet),
+        (mask, last): (Mask, bool),
+    ) -> Done {
         let (spec, rows, device) = (self.model.clone(), open.pass.rows(), self.device.clone());
-        let (spec, [gate, up, down]) = (&spec.spec, self.weights.experts[layer]);
+        let spec = &spec.spec;
         let (used, hidden, width) = (spec.moe.used, spec.hidden, gate.rows);
         let shared = self.weights.dense.layers[layer].moe.shared_down;
         let columns = Gates::of(spec, shared.cols);
@@ -472,7 +462,8 @@ impl Cuda {
         match self.kernels.experts_of(gate.ty).filter(|_| gate.ty == up.ty) {
             Some(kernels) => {
                 let strides = [gate.stride as i64, up.stride as i64];
-                let p = Gemm { blocks: [gate.at, up.at], strides, ..into };
+                let places = [gate.places, up.places];
+                let p = Gemm { blocks: [gate.at, up.at], strides, places, ..into };
                 self.multiply_grouped(&kernels.gated, (512, kernels.shared), p)?;
             }
             None => {
@@ -482,7 +473,8 @@ impl Cuda {
         }
         match self.kernels.experts_of(down.ty) {
             Some(kernels) => {
-                let p = Gemm { blocks: [down.at; 2], strides: [down.stride as i64; 2], ..out };
+                let (blocks, strides) = ([down.at; 2], [down.stride as i64; 2]);
+                let p = Gemm { blocks, strides, places: [down.places; 2], ..out };
                 self.multiply_grouped(&kernels.down, (512, kernels.shared), p)
             }
             None => {
@@ -508,6 +500,7 @@ impl Cuda {
                 from: matrix.at,
                 to: room + 2 * (i * one) as u64,
                 stride: matrix.stride as i64,
+                places: matrix.places,
                 to_stride: stride as i64,
                 groups: groups as i64,
                 list,

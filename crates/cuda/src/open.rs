@@ -105,6 +105,10 @@ pub(crate) struct Scratch {
     pub(crate) pairs: Room,
     pub(crate) list: Room,
     pub(crate) tiles: Room,
+    /// Addresses of the matrices of a wave's experts: [3, experts] u64.
+    pub(crate) places: Room,
+    /// What the look-ahead computes: norms, logits, choices.
+    pub(crate) ahead: Room,
     /// Convolved rows and what `delta_prepare` makes of them.
     pub(crate) convolved: Room,
     pub(crate) u: Room,
@@ -119,7 +123,7 @@ pub(crate) struct Scratch {
 impl Scratch {
     /// Where everything is that passes of single rows use.
     pub(crate) fn addresses(&self) -> impl Iterator<Item = u64> {
-        [&self.inner, &self.partial].into_iter().map(Room::at)
+        [&self.inner, &self.partial, &self.ahead].into_iter().map(Room::at)
     }
 }
 

@@ -15,6 +15,7 @@ const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
 const ATTENTION: &str = include_str!("../kernels/attention.cu");
+const FETCH: &str = include_str!("../kernels/fetch.cu");
 
 /// What kernels are compiled for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -155,6 +156,11 @@ impl Source {
         let parts = [COMMON, &codebooks(types), TYPES, RUNS, ROUTE, FEW];
         let name = format!("few {}", names.join(" "));
         Source::new(target, name, &parts, &[format!("TYPES={}", names.join(","))])
+    }
+
+    /// Experts the GPU fetches by itself.
+    pub fn fetch(target: &Target) -> Source {
+        Source::new(target, "fetch".to_string(), &[COMMON, FETCH], &[])
     }
 
     /// The DeltaNet mixer.

@@ -114,7 +114,12 @@ impl Plan {
             }
     }
 
-    fn choose(&mut self, floor: u64, wish: CacheWish, spare: Option<&Spare>) -> Result<(), NotEnough> {
+    /// Decides where experts are, given everything else; `floor` is the smallest cache that works, `spare` the
+    /// memory there is, if it is known.
+    ///
+    /// # Errors
+    /// [`NotEnough`] if not even the smallest cache fits.
+    pub fn choose(&mut self, floor: u64, wish: CacheWish, spare: Option<&Spare>) -> Result<(), NotEnough> {
         let without = self.without_experts();
         let room = spare.map(|spare| spare.bytes.saturating_sub(without));
         let (cache, reason) = match (wish, spare) {
@@ -135,6 +140,7 @@ impl Plan {
             }
         };
         (self.cache, self.reason) = (cache, reason);
+        self.warning = None;
         let Cache::Slots(bytes) = self.cache else { return Ok(()) };
         let bytes = bytes.min(self.experts + self.experts / 8);
         self.cache = Cache::Slots(bytes.max(floor));

@@ -4,6 +4,7 @@ use std::fmt;
 use std::io::{self, IoSliceMut};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
 use memmap2::MmapMut;
 
@@ -12,6 +13,32 @@ use crate::model::Model;
 
 /// What fills slots: buffers, one for each range asked for.
 pub type Fill<'a> = dyn FnMut(&mut [IoSliceMut<'_>]) -> io::Result<()> + 'a;
+
+/// What copies to a memory behind a link did so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct CopyStats {
+    /// Bytes copied.
+    pub bytes: u64,
+    /// Seconds that the link was busy with them.
+    pub seconds: f64,
+    /// Experts that a device with slots of its own found in them.
+    pub found: u64,
+    /// Experts that such a device fetched by itself.
+    pub fetched: u64,
+    /// Experts that it fetched before they were chosen; whether found or not, they count there too.
+    pub fetched_ahead: u64,
+}
+
+/// Some copies to a memory behind a link, made together, for a trace.
+#[derive(Clone, Copy, Debug)]
+pub struct CopySpan {
+    /// When they began.
+    pub start: Instant,
+    /// When they were complete.
+    pub end: Instant,
+    /// Their bytes.
+    pub bytes: u64,
+}
 
 /// An arena of slots in whatever memory a backend computes from.
 ///
@@ -39,6 +66,19 @@ pub trait SlotMemory: Send + Sync + fmt::Debug {
 
     /// Has `see` read a range, for checks. False if this memory cannot be read by the host.
     fn inspect(&self, range: Range<usize>, see: &mut dyn FnMut(&[u8])) -> bool;
+
+    /// What copies did so far, if this memory is behind a link (by default it is not).
+    fn copies(&self) -> Option<CopyStats> {
+        None
+    }
+
+    /// Keeps the times of copies from now on, for [`SlotMemory::copy_spans`].
+    fn trace_copies(&self) {}
+
+    /// The times of all copies since they were kept, that are complete.
+    fn copy_spans(&self) -> Vec<CopySpan> {
+        Vec::new()
+    }
 }
 
 /// An arena in host memory, in huge pages where the system has them. Pages are taken as they are touched.
