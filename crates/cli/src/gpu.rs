@@ -47,6 +47,8 @@ pub fn plan(model: &Model, args: &BackendArgs, room: &Room) -> Result<Planned, F
             scratch: &scratch,
             floor: cache::floor(model),
             cache: args.cache.cache,
+            // What fits is copied as a whole.
+            lasting: false,
         };
         Plan::new(model, &needs, Some(&spare), &rates)
     };

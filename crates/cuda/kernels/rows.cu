@@ -57,12 +57,14 @@ struct Route {
     int rows, experts, used, stride; // used: at most 32
 };
 
-/// The experts of each row, and how many rows each has. Grid: rows / warps; a warp for each row.
+/// The experts of each row, and how many rows each has. Grid: rows / warps; a warp for each row; shared memory: warps ·
+/// experts numbers.
 KERNEL void route(Route p) {
     long row = (long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= p.rows) return;
-    u32 *ids = p.ids + row * p.used;
-    choose(p.logits + row * p.stride, p.experts, p.used, ids, p.weights + row * p.used, p.order + row * p.used);
+    extern __shared__ u32 keys[];
+    u32 *ids = p.ids + row * p.used, *own = keys + threadIdx.x / 32 * p.experts;
+    choose(p.logits + row * p.stride, p.experts, p.used, own, ids, p.weights + row * p.used, p.order + row * p.used);
     __syncwarp();
     if (p.counts && threadIdx.x % 32 < p.used) atomicAdd(p.counts + ids[threadIdx.x % 32], 1);
 }

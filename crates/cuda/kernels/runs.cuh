@@ -1,10 +1,23 @@
 // Decoders for the tensor cores: 32 consecutive weights of a row at once, as 16 pairs of bf16.
 //
 // A weight is an exact small number times a scale (plus a rest), both in bf16 arithmetic: scale = high + low, so that
-// fma(v, high, v · low) is the product rounded once, but for 2^-17. Small numbers come out of tables in shared memory (the
-// codebooks as bf16, `fill_table`), or as the mantissa of 128 + q. Types without a decoder of their own go by `decode`.
+// fma(v, high, v · low) is the product rounded once, but for 2^-17. Small numbers are made as the mantissa of 128 + q; those of
+// codebooks come out of tables in shared memory as bf16 (`fill_table`): tables of bytes would have fewer bank conflicts, but
+// instructions are what binds. Types without a decoder of their own go by `decode`.
 //
 // `row` is the start of whole blocks, `run` counts 32 weights from there. Blocks of 144 and 176 bytes lie on 16 bytes.
+
+/// Whole words from an even address of shared memory; reads up to three bytes behind them.
+template <int COUNT> DEVICE void words_at(const u8 *from, u32 out[COUNT]) {
+    const u32 *at = (const u32 *)((u64)from & ~3ull);
+    u32 select = (u64)from & 2 ? 0x5432 : 0x3210, before = at[0];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        u32 after = at[i + 1];
+        out[i] = __byte_perm(before, after, select);
+        before = after;
+    }
+}
 
 /// a · b + c of two bf16 each.
 DEVICE u32 fma_pair(u32 a, u32 b, u32 c) {
@@ -29,22 +42,28 @@ DEVICE Scale scale_of(float scale, float zero) {
     return s;
 }
 
-/// Weights scale · q − min, as scale · (q − c) + rest with the whole number c that leaves little to rounding.
-DEVICE Scale scale_of(float scale, float min, bool) {
-    float c = scale == 0.0f ? 0.0f : fminf(fmaxf(rintf(__fdividef(min, scale)), 0.0f), 64.0f);
-    Scale s = scale_of(scale, c);
-    float rest = fmaf(scale, c, -min);
+/// Weights scale · q − min, as scale · (q − middle) + rest, which leaves little to rounding.
+DEVICE Scale scale_of(float scale, float min, float middle) {
+    Scale s = scale_of(scale, middle);
+    float rest = fmaf(scale, middle, -min);
     s.rest = bf16_pair(rest, rest);
     return s;
 }
 
 DEVICE u32 scaled(u32 numbers, const Scale &s) { return fma_pair(numbers, s.high, fma_pair(numbers, s.low, s.rest)); }
 
+/// Four bytes q < 128 as bf16 q + 128 + `bias`.
+DEVICE void numbers_of(u32 bytes, u32 bias, u32 out[2]) {
+    const u32 ONES = 0x3f803f80u;
+    out[0] = fma_pair(__byte_perm(bytes, 0x43434343u, 0x4140), ONES, bias);
+    out[1] = fma_pair(__byte_perm(bytes, 0x43434343u, 0x4342), ONES, bias);
+}
+
 /// Four numbers q < 128, a byte each.
 DEVICE void scaled_bytes(u32 bytes, const Scale &s, u32 out[2]) {
-    const u32 ONES = 0x3f803f80u;
-    out[0] = scaled(fma_pair(__byte_perm(bytes, 0x43434343u, 0x4140), ONES, s.bias), s);
-    out[1] = scaled(fma_pair(__byte_perm(bytes, 0x43434343u, 0x4342), ONES, s.bias), s);
+    u32 numbers[2];
+    numbers_of(bytes, s.bias, numbers);
+    out[0] = scaled(numbers[0], s), out[1] = scaled(numbers[1], s);
 }
 
 /// Eight numbers with signs: bit i of `signs` negates number i.
@@ -62,16 +81,18 @@ DEVICE u32 small_pair(int low, int high) { return bf16_pair((float)low, (float)h
 
 /// Rows of eight bytes to rows of eight bf16 in shared memory, by all threads of a block.
 DEVICE void fill_rows(u32 *table, const u64 *from, int rows) {
+#pragma unroll 4
     for (int i = threadIdx.x; i < 4 * rows; i += blockDim.x) {
-        u64 pair = from[i / 4] >> (16 * (i % 4));
+        u32 pair = ((const u16 *)from)[i];
         table[i] = small_pair((signed char)pair, (signed char)(pair >> 8));
     }
 }
 
 /// The same of rows of four.
 DEVICE void fill_rows(u32 *table, const u32 *from, int rows) {
+#pragma unroll 4
     for (int i = threadIdx.x; i < 2 * rows; i += blockDim.x) {
-        u32 pair = from[i / 2] >> (16 * (i % 2));
+        u32 pair = ((const u16 *)from)[i];
         table[i] = small_pair((signed char)pair, (signed char)(pair >> 8));
     }
 }
@@ -115,9 +136,11 @@ template <> struct Run<Q8_0> {
     DEVICE void decode(const u8 *row, u32 run, const u32 *, u32 out[16]) {
         const u8 *block = row + run * Q8_0::BYTES;
         float d = half_at(block, 0);
+        u32 words[8];
+        words_at<8>(block + 2, words);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            u32 bytes = word(block, 2 + 4 * i) ^ 0x80808080u;
+            u32 bytes = words[i] ^ 0x80808080u;
             float w[4];
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -130,10 +153,11 @@ template <> struct Run<Q8_0> {
 
 /// Nibbles of 16 bytes, byte j holding the weights j and j + 16; FIFTH: where the fifth bits are, or 0.
 template <int FIFTH> DEVICE void nibbles(const u8 *block, int at, const Scale &s, u32 out[16]) {
-    u32 fifth = FIFTH ? word(block, FIFTH) : 0;
+    u32 fifth = FIFTH ? word(block, FIFTH) : 0, words[4];
+    words_at<4>(block + at, words);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        u32 both = word(block, at + 4 * i);
+        u32 both = words[i];
         u32 low = both & 0x0f0f0f0fu, high = both >> 4 & 0x0f0f0f0fu;
         if (FIFTH) low |= spread_bits(fifth >> (4 * i)) << 4, high |= spread_bits(fifth >> (16 + 4 * i)) << 4;
         scaled_bytes(low, s, out + 2 * i);
@@ -155,7 +179,7 @@ template <> struct Run<Q4_1> {
     DEVICE void fill_table(u32 *) {}
     DEVICE void decode(const u8 *row, u32 run, const u32 *, u32 out[16]) {
         const u8 *block = row + run * Q4_1::BYTES;
-        nibbles<0>(block, 4, scale_of(half_at(block, 0), -half_at(block, 2), true), out);
+        nibbles<0>(block, 4, scale_of(half_at(block, 0), -half_at(block, 2), 8.0f), out);
     }
 };
 
@@ -173,7 +197,7 @@ template <> struct Run<Q5_1> {
     DEVICE void fill_table(u32 *) {}
     DEVICE void decode(const u8 *row, u32 run, const u32 *, u32 out[16]) {
         const u8 *block = row + run * Q5_1::BYTES;
-        nibbles<4>(block, 8, scale_of(half_at(block, 0), -half_at(block, 2), true), out);
+        nibbles<4>(block, 8, scale_of(half_at(block, 0), -half_at(block, 2), 16.0f), out);
     }
 };
 
@@ -188,7 +212,7 @@ template <> struct Run<Q2_K> {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 both = scales >> (8 * half);
-            Scale s = scale_of(d * (float)(both & 15), dmin * (float)(both >> 4 & 15), true);
+            Scale s = scale_of(d * (float)(both & 15), dmin * (float)(both >> 4 & 15), 2.0f);
 #pragma unroll
             for (int i = 4 * half; i < 4 * half + 4; i++) {
                 scaled_bytes(q[i] >> (r % 4 * 2) & 0x03030303u, s, out + 2 * i);
@@ -209,10 +233,13 @@ template <> struct Run<Q3_K> {
             u32 sixteen = 2 * r + half;
             u32 low = block[96 + sixteen % 8] >> (sixteen / 8 * 4) & 15, high = block[104 + sixteen % 4] >> (sixteen / 4 * 2) & 3;
             Scale s = scale_of(d * (float)((int)(low | high << 4) - 32), 4.0f);
+            u32 twos[4], thirds[4];
+            words_at<4>(block + 32 + r / 4 * 32 + 16 * half, twos);
+            words_at<4>(block + 16 * half, thirds);
 #pragma unroll
-            for (int i = 4 * half; i < 4 * half + 4; i++) {
-                u32 two = word(block, 32 + r / 4 * 32 + 4 * i) >> (r % 4 * 2) & 0x03030303u;
-                scaled_bytes(two | (word(block, 4 * i) >> r & 0x01010101u) << 2, s, out + 2 * i);
+            for (int i = 0; i < 4; i++) {
+                u32 two = twos[i] >> (r % 4 * 2) & 0x03030303u;
+                scaled_bytes(two | (thirds[i] >> r & 0x01010101u) << 2, s, out + 8 * half + 2 * i);
             }
         }
     }
@@ -223,7 +250,7 @@ template <int AT, bool FIFTH> DEVICE void run_k(const u8 *block, u32 r, u32 out[
     u32 scale, min;
     six_bit_scales(block + 4, r, scale, min);
     u32 both = *(const u32 *)block;
-    Scale s = scale_of(f16_value((u16)both) * (float)scale, f16_value((u16)(both >> 16)) * (float)min, true);
+    Scale s = scale_of(f16_value((u16)both) * (float)scale, f16_value((u16)(both >> 16)) * (float)min, FIFTH ? 16.0f : 8.0f);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         uint4 q = ((const uint4 *)(block + AT + r / 2 * 32))[half];
@@ -267,11 +294,13 @@ template <> struct Run<Q6_K> {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             Scale s = scale_of(d * (float)(signed char)(scales >> (8 * half)), 32.0f);
+            u32 lows[4], highs[4];
+            words_at<4>(block + r / 4 * 64 + r % 2 * 32 + 16 * half, lows);
+            words_at<4>(block + 128 + r / 4 * 32 + 16 * half, highs);
 #pragma unroll
-            for (int i = 4 * half; i < 4 * half + 4; i++) {
-                u32 low = word(block, r / 4 * 64 + r % 2 * 32 + 4 * i) >> (r % 4 / 2 * 4) & 0x0f0f0f0fu;
-                u32 high = word(block, 128 + r / 4 * 32 + 4 * i) >> (r % 4 * 2) & 0x03030303u;
-                scaled_bytes(low | high << 4, s, out + 2 * i);
+            for (int i = 0; i < 4; i++) {
+                u32 low = lows[i] >> (r % 4 / 2 * 4) & 0x0f0f0f0fu, high = highs[i] >> (r % 4 * 2) & 0x03030303u;
+                scaled_bytes(low | high << 4, s, out + 8 * half + 2 * i);
             }
         }
     }
@@ -285,7 +314,9 @@ template <> struct Run<IQ2_XXS> {
     DEVICE void fill_table(u32 *table) { fill_rows(table, IQ2_XXS_GRID, 256); }
     DEVICE void decode(const u8 *row, u32 run, const u32 *table, u32 out[16]) {
         const u8 *block = row + run / 8 * IQ2_XXS::BYTES;
-        u32 at = 2 + run % 8 * 8, rows = word(block, at), field = word(block, at + 4);
+        u32 words[2];
+        words_at<2>(block + 2 + run % 8 * 8, words);
+        u32 rows = words[0], field = words[1];
         Scale s = scale_of(field_scale(block, field, 0.25f), 0.0f);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -301,14 +332,15 @@ template <> struct Run<IQ2_XS> {
     DEVICE void fill_table(u32 *table) { fill_rows(table, IQ2_XS_GRID, 512); }
     DEVICE void decode(const u8 *row, u32 run, const u32 *table, u32 out[16]) {
         const u8 *block = row + run / 8 * IQ2_XS::BYTES;
-        u32 r = run % 8, scales = block[66 + r];
+        u32 r = run % 8, scales = block[66 + r], words[2];
+        words_at<2>(block + 2 + 8 * r, words);
         float d = half_at(block, 0) * 0.25f;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             Scale s = scale_of(d * (0.5f + (float)(scales >> (4 * half) & 15)), 0.0f);
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; i++) {
-                u32 field = half_word(block, 2 + 8 * r + 2 * i), numbers[4];
+                u32 field = words[i / 2] >> (i % 2 * 16) & 0xffff, numbers[4];
                 eight(table, field & 511, numbers);
                 scaled_row(numbers, even_signs(field >> 9), s, out + 4 * i);
             }
@@ -341,11 +373,12 @@ template <> struct Run<IQ3_XXS> {
     DEVICE void fill_table(u32 *table) { fill_rows(table, IQ3_XXS_GRID, 256); }
     DEVICE void decode(const u8 *row, u32 run, const u32 *table, u32 out[16]) {
         const u8 *block = row + run / 8 * IQ3_XXS::BYTES;
-        u32 r = run % 8, field = word(block, 66 + 4 * r);
+        u32 r = run % 8, field = word(block, 66 + 4 * r), words[2];
+        words_at<2>(block + 2 + 8 * r, words);
         Scale s = scale_of(field_scale(block, field, 0.5f), 0.0f);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            u32 rows = half_word(block, 2 + 8 * r + 2 * i), numbers[4];
+            u32 rows = words[i / 2] >> (i % 2 * 16) & 0xffff, numbers[4];
             fours(table, rows & 255, rows >> 8, numbers);
             scaled_row(numbers, even_signs(field >> (7 * i) & 127), s, out + 4 * i);
         }
@@ -357,11 +390,12 @@ template <> struct Run<IQ3_S> {
     DEVICE void fill_table(u32 *table) { fill_rows(table, IQ3_S_GRID, 512); }
     DEVICE void decode(const u8 *row, u32 run, const u32 *table, u32 out[16]) {
         const u8 *block = row + run / 8 * IQ3_S::BYTES;
-        u32 r = run % 8, ninth = block[66 + r], signs = word(block, 74 + 4 * r);
+        u32 r = run % 8, ninth = block[66 + r], signs = word(block, 74 + 4 * r), words[2];
+        words_at<2>(block + 2 + 8 * r, words);
         Scale s = scale_of(half_at(block, 0) * (float)(1 + 2 * nibble(block + 106, r)), 0.0f);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            u32 rows = half_word(block, 2 + 8 * r + 2 * i), high = ninth >> (2 * i), numbers[4];
+            u32 rows = words[i / 2] >> (i % 2 * 16) & 0xffff, high = ninth >> (2 * i), numbers[4];
             fours(table, (rows & 255) | (high & 1) << 8, rows >> 8 | (high >> 1 & 1) << 8, numbers);
             scaled_row(numbers, signs >> (8 * i) & 255, s, out + 4 * i);
         }
@@ -387,7 +421,7 @@ template <> struct Run<IQ4_NL> {
     DEVICE void decode(const u8 *row, u32 run, const u32 *table, u32 out[16]) {
         const u8 *block = row + run * IQ4_NL::BYTES;
         u32 both[4];
-        for (int i = 0; i < 4; i++) both[i] = word(block, 2 + 4 * i);
+        words_at<4>(block + 2, both);
         uneven_run(both, table, scale_of(half_at(block, 0), 0.0f), out);
     }
 };

@@ -44,7 +44,7 @@ impl Cuda {
             self.norm(rows, Norm { x, weight, split, ..Norm::default() })?;
             self.split_gemm(router, Rows { at: split, count: rows }, (logits, experts))?;
         }
-        self.choose_into(&Route {
+        let route = Route {
             logits,
             ids,
             weights,
@@ -54,7 +54,8 @@ impl Cuda {
             experts: experts as i32,
             used: count as i32,
             stride: experts as i32,
-        })?;
+        };
+        self.kernels.choose(&device, &route)?;
         let mut likely: Vec<u32> = device.download(ids, rows * count)?;
         likely.sort_unstable();
         likely.dedup();

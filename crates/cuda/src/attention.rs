@@ -6,7 +6,7 @@ use cudarc::driver::DriverError;
 use model::{AttentionWeights, GRID, Mixer};
 
 use crate::Cuda;
-use crate::few::side_by_side;
+use crate::few::{Input, side_by_side};
 use crate::linear::Then;
 use crate::open::{Open, attention_columns};
 use crate::weights::Matrix;
@@ -173,7 +173,8 @@ impl Cuda {
     }
 
     pub(crate) fn attn_out_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
-        self.mixer_output(open, self.attention_weights(layer).out, rows)
+        let x = Input::Numbers(open.buffers.mixed.at());
+        self.mixer_output(open, self.attention_weights(layer).out, rows, x)
     }
 }
 

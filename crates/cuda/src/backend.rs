@@ -364,7 +364,7 @@ impl Cuda {
         let (queries, keys, channels) = (attention.query_dim(), attention.kv_dim(), delta.channels());
         let found = match what {
             // Computed together with the routed experts.
-            I::SharedOut if open.single => return Ok(None),
+            I::SharedOut | I::DeltaMixed if open.single => return Ok(None),
             I::Embedded | I::DeltaHidden | I::AttnHidden | I::ExpertsHidden => {
                 of_pass(buffers.hidden.at(), spec.hidden)
             }

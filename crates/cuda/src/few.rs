@@ -15,15 +15,19 @@ pub(crate) const FEW: usize = 8;
 /// Outputs of a tile.
 pub(crate) const TILE: usize = 16;
 
-/// Threads of a block, and its warps.
-const THREADS: usize = 256;
-const WARPS: usize = 8;
+/// Threads of a block of `few_rows` and `experts_down`, and its warps; `many_tiles` has half as many.
+pub(crate) const THREADS: usize = 512;
+pub(crate) const WARPS: usize = 16;
+
+/// Threads of a block of `experts_up`, and its warps.
+pub(crate) const UP_THREADS: usize = 256;
+pub(crate) const UP_WARPS: usize = 8;
 
 /// Columns that are in shared memory at a time.
 const SEGMENT: usize = 2048;
 
-/// Bytes of sums of the warps of a block.
-const ROOM_BYTES: usize = 4 * WARPS * TILE * FEW;
+/// Bytes of shared memory behind tiles, where a decoder may read on.
+pub(crate) const SLACK: usize = 512;
 
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
@@ -49,17 +53,23 @@ struct FewRows {
     numbers: u64,
     index: u64,
     norm: u64,
+    gate: u64,
     normed: u64,
     rounded: u64,
     cols: i32,
     count: i32,
     out_stride: i32,
     add: i32,
+    head: i32,
+    gate_stride: i32,
     eps: f32,
     room_at: i32,
     table_at: i32,
     stages_at: i32,
     stage_bytes: i32,
+    stages: i32,
+    /// Of the host alone.
+    table_bytes: i32,
 }
 
 /// One matrix of all experts, as kernels take it.
@@ -90,6 +100,8 @@ pub(crate) enum Input {
     },
     /// bf16 rows, one after the other.
     Numbers(u64),
+    /// Norms of heads of f32 rows, gated by SiLU of rows that lie `stride` numbers apart.
+    Heads { x: u64, weight: u64, head: usize, gate: u64, stride: usize },
 }
 
 /// A matrix and the address of its results of the first row.
@@ -158,22 +170,20 @@ impl Cuda {
     ) -> Done {
         let mut first = 0;
         while first < count {
-            let (p, grid, shared, rows) =
-                self.few_launch(outputs, (input, first, count - first), stride, add);
-            self.device.launch(&self.kernels.few_rows, (grid, 1, 1), THREADS, shared, &p)?;
-            first += rows;
+            let p = self.few_parameters(outputs, (input, first), stride, add);
+            first += self.few_launch(p, count - first)?;
         }
         Ok(())
     }
 
-    /// Parameters, blocks, bytes of shared memory and rows of the launch for the rows from `first` on: as many as fit.
-    fn few_launch(
+    /// Parameters of the launch for the rows from `first` on, but for what depends on their number.
+    fn few_parameters(
         &self,
         outputs: &[Output],
-        (input, first, left): (Input, usize, usize),
+        (input, first): (Input, usize),
         stride: usize,
         add: bool,
-    ) -> (FewRows, usize, usize, usize) {
+    ) -> FewRows {
         let cols = outputs[0].matrix.cols;
         let mut p = FewRows {
             cols: cols as i32,
@@ -182,7 +192,7 @@ impl Cuda {
             eps: self.model.spec.rms_eps,
             ..FewRows::default()
         };
-        let (mut coded, mut plain, mut tiles, mut stage, mut table) = (0, 0, 0, 0, 0);
+        let (mut coded, mut plain, mut tiles) = (0, 0, 0);
         for output in outputs {
             let matrix = output.matrix;
             let one = self.few_matrix(matrix, output.out + 4 * (first * stride) as u64);
@@ -194,8 +204,9 @@ impl Cuda {
                 p.matrices[coded] = one;
                 tiles += matrix.rows.div_ceil(TILE);
                 p.ends[coded..].fill(tiles as i32);
-                stage = stage.max(TILE * few_window(one.row_bytes.min(one.segment_bytes) as usize));
-                table = table.max(table_bytes(matrix.ty));
+                let stage = TILE * few_window(one.row_bytes.min(one.segment_bytes) as usize);
+                p.stage_bytes = p.stage_bytes.max(stage as i32);
+                p.table_bytes = p.table_bytes.max(table_bytes(matrix.ty) as i32);
                 coded += 1;
             }
         }
@@ -207,22 +218,54 @@ impl Cuda {
                 (p.norm, p.normed, p.rounded) = (weight, per_row(normed, 4), per_row(rounded, 2));
             }
             Input::Numbers(at) => p.numbers = per_row(at, 2),
+            Input::Heads { x, weight, head, gate, stride } => {
+                (p.x, p.norm, p.gate) = (per_row(x, 4), weight, gate + 4 * (first * stride) as u64);
+                (p.head, p.gate_stride) = (head as i32, stride as i32);
+            }
         }
-        p.plain_blocks = (p.plain_rows as usize).div_ceil(WARPS) as i32;
+        p
+    }
+
+    /// Launches the products of as many of `left` rows as fit into shared memory, and returns how many those are.
+    fn few_launch(&self, p: FewRows, left: usize) -> Result<usize, DriverError> {
+        let (cols, processors, tiles) =
+            (p.cols as usize, self.device.processors as usize, p.ends[3] as usize);
+        // Which kernel depends on the matrices alone, for it decides on the order of sums.
+        let many = tiles > 2 * processors;
+        let (kernel, warps, each) = match many {
+            true => (&self.kernels.many_tiles, WARPS / 2, 2),
+            false => (&self.kernels.few_rows, WARPS, 1),
+        };
+        let plain_blocks = (p.plain_rows as usize).div_ceil(warps);
+        let of_plain = if plain_blocks > 0 { 4 * cols } else { 0 };
+        let room = 4 * warps * TILE * FEW;
+        let (stage, table) = (p.stage_bytes as usize, p.table_bytes as usize);
         let mut count = left.min(FEW);
         loop {
-            let of_plain = if plain > 0 { 4 * cols } else { 0 };
-            let room = (count * row_of_x(cols).max(of_plain)).next_multiple_of(16);
-            let stages = room + ROOM_BYTES + table;
-            let shared = stages + 2 * stage;
-            if shared > self.device.shared && count > 1 {
+            let room_at = (count * row_of_x(cols).max(of_plain)).next_multiple_of(16);
+            let stages_at = room_at + room + table;
+            // Behind the last stage a decoder may read on.
+            let fits = |stages: usize, blocks: usize| {
+                blocks * (stages_at + stages * stage + SLACK + 1024) <= self.device.shared
+            };
+            let stages = if fits(4, each) { 4 } else { 2 };
+            if !fits(stages, 1) && count > 1 {
                 count /= 2;
                 continue;
             }
-            (p.room_at, p.table_at) = (room as i32, (room + ROOM_BYTES) as i32);
-            (p.stages_at, p.stage_bytes, p.count) = (stages as i32, stage as i32, count as i32);
-            let blocks = tiles.min(2 * self.device.processors as usize) + p.plain_blocks as usize;
-            return (p, blocks, shared, count);
+            let p = FewRows {
+                count: count as i32,
+                plain_blocks: plain_blocks as i32,
+                room_at: room_at as i32,
+                table_at: (room_at + room) as i32,
+                stages_at: stages_at as i32,
+                stages: stages as i32,
+                ..p
+            };
+            let grid = tiles.min(each * processors) + plain_blocks;
+            let shared = stages_at + stages * stage + SLACK;
+            self.device.launch(kernel, (grid, 1, 1), 32 * warps, shared, &p)?;
+            return Ok(count);
         }
     }
 }

@@ -193,6 +193,9 @@ fn check(model: &Model) -> Result<()> {
     if spec.moe.experts > 1024 {
         return refuse("the number of experts", spec.moe.experts, "at most 1024");
     }
+    if spec.hidden > 8192 {
+        return refuse("the width of the model", spec.hidden, "at most 8192");
+    }
     if spec.moe.used > 32 {
         return refuse("the number of experts a row chooses", spec.moe.used, "at most 32");
     }

@@ -43,6 +43,7 @@ pub(crate) struct Gemm {
     pub(crate) m: i32,
     pub(crate) n: i32,
     pub(crate) k: i32,
+    pub(crate) tile_rows: i32,
     pub(crate) a_stride: i32,
     pub(crate) out_stride: i32,
     pub(crate) used: i32,
@@ -84,7 +85,7 @@ impl Cuda {
             Then::Add => (self.kernels.gemm_add, 0),
             Then::Scale(at) => (self.kernels.gemm_scale, at),
         };
-        self.multiply(&kernel, dense((x.at, x.count), b, (out, stride), (n, k), scale))
+        self.multiply(&kernel, 128, dense((x.at, x.count), b, (out, stride), (n, k), scale))
     }
 
     /// SiLU(x gateᵀ) ⊙ (x upᵀ) as bf16.
@@ -92,28 +93,31 @@ impl Cuda {
         let b = self.decoded(&[gate, up])?;
         let p = dense((x.at, x.count), b, (out, gate.rows), (gate.rows, gate.cols), 0);
         let kernel = self.kernels.gemm_gated;
-        self.multiply(&kernel, p)
+        self.multiply(&kernel, 64, p)
     }
 
-    /// Launches products over tiles of 256 · 128, as many blocks as there are multiprocessors or tiles.
-    pub(crate) fn multiply(&self, kernel: &Function, p: Gemm) -> Done {
+    /// Launches a product that is not grouped over tiles of `width` columns, as many blocks as there are multiprocessors or
+    /// tiles.
+    fn multiply(&self, kernel: &Function, width: usize, p: Gemm) -> Done {
+        // Rows of a tile, and what a step of one takes: half of its time goes to columns of weights.
+        const HEIGHTS: [(usize, usize); 3] = [(256, 16), (128, 10), (64, 8)];
+        let processors = self.device.processors as usize;
+        let tiles = |rows: usize| (p.m as usize).div_ceil(rows) * (p.n as usize).div_ceil(width);
+        let time = |&&(rows, step): &&(usize, usize)| tiles(rows).div_ceil(processors) * step;
+        let (rows, _) = HEIGHTS.iter().min_by_key(time).expect("there are some");
         let (_, shared) = gemm_stages(&self.target);
-        self.multiply_with(kernel, (384, shared), p)
+        let p = Gemm { tile_rows: *rows as i32, ..p };
+        self.device.launch(kernel, (tiles(*rows).min(processors), 1, 1), 384, shared, &p)
     }
 
-    /// The same with other threads and bytes of shared memory.
-    pub(crate) fn multiply_with(
+    /// Launches a grouped product, a block for each multiprocessor.
+    pub(crate) fn multiply_grouped(
         &self,
         kernel: &Function,
         (threads, shared): (usize, usize),
         p: Gemm,
     ) -> Done {
-        let tiles = match p.count {
-            0 => (p.m as usize).div_ceil(256) * (p.n as usize).div_ceil(64),
-            _ => usize::MAX,
-        };
-        let grid = tiles.min(self.device.processors as usize);
-        self.device.launch(kernel, (grid, 1, 1), threads, shared, &p)
+        self.device.launch(kernel, (self.device.processors as usize, 1, 1), threads, shared, &p)
     }
 
     /// Matrices of one width as bf16, their rows one after the other.
@@ -140,7 +144,7 @@ impl Cuda {
         self.device.launch(kernel, (groups.div_ceil(256), 1, 1), 256, 0, &p)?;
         let p = dense((x.at, x.count), b, (out, stride), (matrix.rows, 3 * matrix.cols), 0);
         let kernel = self.kernels.gemm_store;
-        self.multiply(&kernel, p)
+        self.multiply(&kernel, 128, p)
     }
 }
 
@@ -164,6 +168,7 @@ pub(crate) fn dense(
         m: m as i32,
         n: n as i32,
         k: k as i32,
+        tile_rows: 0,
         a_stride: k as i32,
         out_stride: stride as i32,
         used: 1,

@@ -7,11 +7,15 @@ use model::{Spec, Wave};
 use quant::Type;
 
 use crate::Cuda;
-use crate::few::{FewExperts, FewMatrix, Input, Output, TILE, row_of_x};
+use crate::driver::Device;
+use crate::few::{
+    FewExperts, FewMatrix, Input, Output, SLACK, THREADS, TILE, UP_THREADS, UP_WARPS, WARPS, row_of_x,
+};
 use crate::head::Norm;
+use crate::kernels::Kernels;
 use crate::linear::{Gemm, Rows, Then, dense};
 use crate::open::Open;
-use crate::sources::{few_window, table_bytes};
+use crate::sources::{few_window, gemm_stages, table_bytes};
 use crate::weights::{Experts, Matrix, Triplet};
 
 type Done = Result<(), DriverError>;
@@ -153,6 +157,15 @@ pub(crate) fn decoded_bytes(spec: &Spec) -> usize {
     (pair_bytes(spec, width) * spec.moe.experts).min(MOST_DECODED)
 }
 
+impl Kernels {
+    /// Chooses experts, as many as asked for, to wherever is asked for.
+    pub(crate) fn choose(&self, device: &Device, p: &Route) -> Done {
+        const WARPS: usize = 4; // a row each
+        let keys = 4 * WARPS * p.experts as usize;
+        device.launch(&self.route, ((p.rows as usize).div_ceil(WARPS), 1, 1), 32 * WARPS, keys, p)
+    }
+}
+
 impl Cuda {
     pub(crate) fn route_rows(&mut self, open: &mut Open, layer: usize, rows: Range<usize>) -> Done {
         let (spec, device) = (self.model.clone(), self.device.clone());
@@ -200,14 +213,7 @@ impl Cuda {
             used: moe.used as i32,
             stride: stride as i32,
         };
-        self.choose_into(&p)
-    }
-
-    /// Chooses experts, as many as asked for, to wherever is asked for.
-    pub(crate) fn choose_into(&self, p: &Route) -> Done {
-        const WARPS: usize = 4; // a row each
-        let grid = ((p.rows as usize).div_ceil(WARPS), 1, 1);
-        self.device.launch(&self.kernels.route, grid, 32 * WARPS, 0, p)
+        self.kernels.choose(&self.device, &p)
     }
 
     /// Everything that multiplies a layer's second norm, of single rows: router, gate and up of the shared expert, and its
@@ -303,7 +309,7 @@ impl Cuda {
         let tile = |ty: Type, cols: usize| TILE * few_window(ty.bytes(cols).expect("whole blocks"));
 
         let room_at = row_of_x(hidden);
-        let (table_at, tiles_at) = tables(gate.ty, up.ty, room_at + 8 * TILE * 4);
+        let (table_at, tiles_at) = tables(gate.ty, up.ty, room_at + 4 * UP_WARPS * TILE);
         let p = ExpertsUp {
             mask,
             gate: self.few_experts(gate),
@@ -323,15 +329,15 @@ impl Cuda {
             table_at,
             tiles_at: tiles_at as i32,
         };
-        let shared_bytes = tiles_at + tile(gate.ty, hidden) + tile(up.ty, hidden);
+        let shared_bytes = tiles_at + tile(gate.ty, hidden) + tile(up.ty, hidden) + SLACK;
         let grid = (width.div_ceil(TILE), used, rows);
-        device.launch(&self.kernels.experts_up, grid, 256, shared_bytes, &p)?;
+        device.launch(&self.kernels.experts_up, grid, UP_THREADS, shared_bytes, &p)?;
 
         let steps = width.div_ceil(128);
         let of_one = tile(down.ty, width) + row_of_x(width) + 4 * steps * TILE;
         let abreast = (ABREAST_BYTES / of_one).clamp(1, used);
-        let room_at = (abreast * row_of_x(width)).max(row_of_x(shared.cols));
-        let room = (4 * TILE) * (abreast * steps).max(8);
+        let room_at = abreast * row_of_x(width) + row_of_x(shared.cols);
+        let room = 4 * TILE * (abreast * steps).max(WARPS);
         let (table_at, tiles_at) = tables(down.ty, shared.ty, room_at + room);
         let p = ExpertsDown {
             mask,
@@ -359,8 +365,9 @@ impl Cuda {
             tiles_at: tiles_at as i32,
         };
         open.summed = true;
-        let shared_bytes = tiles_at + (abreast * tile(down.ty, width)).max(tile(shared.ty, shared.cols));
-        device.launch(&self.kernels.experts_down, (hidden.div_ceil(TILE), rows, 1), 256, shared_bytes, &p)
+        let tiles = abreast * tile(down.ty, width) + tile(shared.ty, shared.cols);
+        let shared_bytes = tiles_at + tiles + SLACK;
+        device.launch(&self.kernels.experts_down, (hidden.div_ceil(TILE), rows, 1), THREADS, shared_bytes, &p)
     }
 
     fn experts_grouped(
@@ -376,7 +383,9 @@ impl Cuda {
         self.scratch.inner.take(&device, 2 * pairs * width)?;
         self.scratch.pairs.take(&device, 2 * pairs * hidden)?;
         self.group(open, pairs)?;
-        let most = (MOST_DECODED / pair_bytes(&spec.spec, width)).clamp(1, 1024);
+        // Only what is decoded before the product takes room.
+        let fused = triplet.iter().all(|matrix| self.kernels.experts_of(matrix.ty).is_some());
+        let most = if fused { 1024 } else { (MOST_DECODED / pair_bytes(&spec.spec, width)).clamp(1, 1024) };
         for part in list.chunks(most) {
             self.experts_decoded(open, triplet, part)?;
         }
@@ -449,28 +458,28 @@ impl Cuda {
         let (inner, to) = (self.scratch.inner.at(), self.scratch.pairs.at());
         let into = grouped(dense((buffers.rounded.at(), 0), 0, (inner, width), (width, hidden), 0));
         let out = grouped(dense((inner, 0), 0, (to, hidden), (hidden, width), buffers.weights.at()));
-        let listed = (at, listed);
+        let (listed, plain) = ((at, listed), (384, gemm_stages(&self.target).1));
         match self.kernels.experts_of(gate.ty).filter(|_| gate.ty == up.ty) {
             Some(kernels) => {
                 let strides = [gate.stride as i64, up.stride as i64];
                 let places = [gate.places, up.places];
                 let p = Gemm { blocks: [gate.at, up.at], strides, places, ..into };
-                self.multiply_with(&kernels.gated, (512, kernels.shared), p)?;
+                self.multiply_grouped(&kernels.gated, (512, kernels.shared), p)?;
             }
             None => {
                 let (b, matrix) = self.decode_experts(&[gate, up], listed)?;
-                self.multiply(&self.kernels.gemm_experts_gated, Gemm { b, matrix, ..into })?;
+                self.multiply_grouped(&self.kernels.gemm_experts_gated, plain, Gemm { b, matrix, ..into })?;
             }
         }
         match self.kernels.experts_of(down.ty) {
             Some(kernels) => {
                 let (blocks, strides) = ([down.at; 2], [down.stride as i64; 2]);
                 let p = Gemm { blocks, strides, places: [down.places; 2], ..out };
-                self.multiply_with(&kernels.down, (512, kernels.shared), p)
+                self.multiply_grouped(&kernels.down, (512, kernels.shared), p)
             }
             None => {
                 let (b, matrix) = self.decode_experts(&[down], listed)?;
-                self.multiply(&self.kernels.gemm_experts_down, Gemm { b, matrix, ..out })
+                self.multiply_grouped(&self.kernels.gemm_experts_down, plain, Gemm { b, matrix, ..out })
             }
         }
     }

@@ -80,7 +80,8 @@ pub(crate) struct Buffers {
     pub(crate) rotations: Room,
     /// Projections of a block: [block rows, columns] f32.
     pub(crate) projected: Room,
-    /// Output of a mixer before its output projection: [block rows, columns], bf16.
+    /// Output of a mixer before its output projection: [block rows, columns], bf16; of a DeltaNet layer in a pass of single
+    /// rows f32, not normed.
     pub(crate) mixed: Room,
     /// Of single rows: logits of the router, gate and up of the shared expert, its share.
     pub(crate) gates: Room,

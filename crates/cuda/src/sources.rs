@@ -67,11 +67,11 @@ pub(crate) fn gemm_stages(target: &Target) -> (usize, usize) {
     (stages, stages * (STAGE_BYTES + BARRIER_BYTES))
 }
 
-/// Bytes of shared memory for blocks of `ty` on their way to be decoded: two spans of 256 weights of 128 rows, whole
-/// 16-byte words.
+/// Bytes of shared memory for blocks of `ty` on their way to be decoded: two spans of 256 weights of 128 rows, windows
+/// around them.
 fn span_bytes(ty: Type) -> usize {
     let span = ty.bytes(256).expect("256 weights are whole blocks of every type");
-    2 * 128 * ((span + 15).next_multiple_of(16))
+    2 * 128 * few_window(span)
 }
 
 /// Bytes of the table of decoded codebook rows that decoding `ty` keeps in shared memory (`Run::TABLE` of the kernels).
@@ -88,8 +88,8 @@ pub(crate) fn table_bytes(ty: Type) -> usize {
     }
 }
 
-/// Bytes of shared memory of a row of `bytes` bytes in products with few rows (`window` of the kernels): whole words of
-/// 16, an odd number of them.
+/// Bytes of shared memory of `bytes` bytes of a row (`window` and `WINDOW` of the kernels): whole words of 16, an odd number
+/// of them.
 pub(crate) fn few_window(bytes: usize) -> usize {
     ((bytes + 30) / 16 | 1) * 16
 }
