@@ -169,11 +169,17 @@ class Load:
         connection.putrequest("POST", "/v1/chat/completions")
         connection.putheader("Content-Length", str(len(wanted)))
         connection.endheaders()
-        step = len(wanted) // 5 + 1
-        for start in range(0, len(wanted), step):
-            connection.send(wanted[start:start + step])
-            time.sleep(dice.random() / 10)
-        response = connection.getresponse()
+        began, step = time.monotonic(), len(wanted) // 5 + 1
+        try:
+            for start in range(0, len(wanted), step):
+                connection.send(wanted[start:start + step])
+                time.sleep(dice.random() / 10)
+            response = connection.getresponse()
+        except ConnectionError:
+            # Bodies have a minute; this program may have been stopped for longer in the middle of one.
+            assert time.monotonic() - began > 55, "hung up on a slow sender"
+            self.count("slow senders told that it took too long")
+            return
         answer = json.load(response)
         connection.close()
         assert response.status in (200, 429), answer

@@ -51,6 +51,9 @@ pub fn run(args: &BenchArgs) -> Result<Outcome, Failure> {
     }
 }
 
+/// Tokens after which hardly an expert of hundreds has not been used.
+const FILLING: usize = 1024;
+
 /// Measures a model.
 fn measure(args: &BenchArgs, path: &Path) -> Result<Outcome, Failure> {
     let shapes = shapes(args)?;
@@ -162,13 +165,13 @@ impl<'a> Bench<'a> {
         // A fork of a session that does not end between pages has a copy of the last one.
         let fork = if args.depth == 0 { 0 } else { model::state::PAGE };
         let needed = args.depth.saturating_add(longest).saturating_add(fork);
-        let context = args.backend.context.unwrap_or(needed);
+        let context = args.backend.context.unwrap_or(needed.max(FILLING));
         if context < needed {
             return Err(engine::Error::ContextOverflow { needed, context }.into());
         }
         let threads = cache::threads(&args.backend);
         let prompts = shapes.iter().filter(|shape| shape.test == Test::Prompt).map(|shape| shape.tokens);
-        let room = Room { context, positions: context, prompt: prompts.max() };
+        let room = Room { context, positions: context, prompt: prompts.max(), lasting: true };
         let mut backend = args.backend.clone();
         backend.cache.replay = args.replay.likeness(&backend.cache, args.seed);
         let started = open::start_for(&model, &backend, room, args.json)?;
@@ -179,8 +182,23 @@ impl<'a> Bench<'a> {
         let (plan, monitor) = (started.plan, started.monitor);
         let mut bench =
             Bench { args, engine, model, base, peaks, name, variant, threads, plan, monitor, cancel };
+        bench.fill()?;
         bench.read_depth()?;
         Ok(bench)
+    }
+
+    /// Has experts read that have slots of their own and are read once only, which is no part of a measurement.
+    fn fill(&mut self) -> Result<(), Failure> {
+        if self.monitor.is_none() || self.plan.streamed > 0 {
+            return Ok(());
+        }
+        let ids = random_ids(!self.args.seed, FILLING.min(self.plan.limits.positions), self.model.spec.vocab);
+        let mut session = self.engine.open();
+        let mut request =
+            Request { logits: LogitRows::None, cancel: self.cancel.clone(), ..Request::default() };
+        let result = self.engine.ingest(&mut session, &ids, &mut request);
+        self.engine.close(session);
+        Ok(result.map(|_| ())?)
     }
 
     fn read_depth(&mut self) -> Result<(), Failure> {

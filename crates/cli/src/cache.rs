@@ -6,7 +6,7 @@ use std::time::Duration;
 use engine::machine::Spare;
 use engine::plan::{Cache, CacheWish, Needs, Plan, Rates};
 use experts::{Io, Layout, Monitor, Options, Stats, Store, reader};
-use model::{Backend, ExpertSource, Limits, MappedExperts, Model};
+use model::{Backend, CopyStats, ExpertSource, Limits, MappedExperts, Model};
 
 use serde_json::{Value, json};
 
@@ -15,7 +15,7 @@ use crate::bench::Replay;
 use crate::cache_args::{CacheArgs, IoName};
 use crate::calibration::{Calibration, Disk};
 use crate::failure::Failure;
-use crate::report;
+use crate::{gpu, report};
 
 /// What an engine will have to hold.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +26,8 @@ pub struct Room {
     pub positions: usize,
     /// Tokens of the prompt, if they are known.
     pub prompt: Option<usize>,
+    /// Whether many prompts are to come.
+    pub lasting: bool,
 }
 
 /// A plan, and how experts are read.
@@ -55,14 +57,17 @@ pub fn plan(
     room: &Room,
     spare: Option<Spare>,
 ) -> Result<Planned, Failure> {
-    // The others compute from the mapped file.
+    if args.backend == BackendName::Cuda {
+        return gpu::plan(model, args, room);
+    }
+    // The reference computes from the mapped file.
     let is_cpu = args.backend == BackendName::Cpu;
     let cache = match args.cache.cache {
         CacheWish::Auto if !is_cpu => CacheWish::Mapped,
         wish => wish,
     };
-    let spec = &model.spec;
-    let scratch = |limits: &Limits| if is_cpu { cpu::Cpu::scratch_bytes(spec, limits) } else { 0 };
+    let exact = is_cpu.then(|| cpu::is_exact(&cpu_options(args))).transpose()?;
+    let scratch = |limits: &Limits| exact.map_or(0, |exact| cpu::Cpu::scratch_bytes(model, limits, exact));
     let needs = Needs {
         positions: room.positions,
         context: room.context,
@@ -73,6 +78,7 @@ pub fn plan(
         scratch: &scratch,
         floor: floor(model),
         cache,
+        lasting: room.lasting,
     };
     let mut calibration = Calibration::load();
     let capabilities = is_cpu.then(|| cpu::capabilities(&cpu_options(args))).transpose()?;
@@ -123,7 +129,7 @@ fn disk(model: &Model, args: &BackendArgs, calibration: &mut Calibration) -> Opt
 }
 
 /// Bytes of the smallest cache that works, whatever the reader.
-fn floor(model: &Model) -> u64 {
+pub fn floor(model: &Model) -> u64 {
     match Layout::new(model, Some(0), reader::DIRECT_BLOCK) {
         Err(experts::Error::Budget { needed, .. }) => needed,
         _ => 0,
@@ -131,9 +137,10 @@ fn floor(model: &Model) -> u64 {
 }
 
 /// One line: what was chosen and why.
-pub fn line(plan: &Plan) -> String {
+pub fn line(plan: &Plan, backend: BackendName) -> String {
     let experts = report::size(plan.experts);
     let cache = match plan.cache {
+        Cache::Mapped if backend == BackendName::Cuda => format!("all experts ({experts}) on the GPU"),
         Cache::Mapped => format!("experts ({experts}) from the mapped file"),
         Cache::Slots(bytes) if bytes >= plan.experts => format!("a slot for every expert ({experts})"),
         Cache::Slots(bytes) => format!("cache of {} for {experts} of experts", report::size(bytes)),
@@ -165,10 +172,10 @@ pub fn expectation(plan: &Plan) -> Option<String> {
 pub fn source(
     model: &Arc<Model>,
     backend: &mut dyn Backend,
-    args: &CacheArgs,
-    planned: &Planned,
+    (args, planned): (&CacheArgs, &Planned),
+    fetched: Option<gpu::Fetched>,
 ) -> Result<(Box<dyn ExpertSource + Send>, Option<Monitor>), Failure> {
-    let (source, monitor) = unforced(model, backend, args, planned)?;
+    let (source, monitor) = unforced(model, backend, (args, planned), fetched)?;
     let Some((like, bytes)) = args.replay else { return Ok((source, monitor)) };
     let own = || monitor.as_ref().map(|monitor| monitor.layout().clone());
     let layout = match bytes {
@@ -185,8 +192,8 @@ pub fn source(
 fn unforced(
     model: &Arc<Model>,
     backend: &mut dyn Backend,
-    args: &CacheArgs,
-    planned: &Planned,
+    (args, planned): (&CacheArgs, &Planned),
+    fetched: Option<gpu::Fetched>,
 ) -> Result<(Box<dyn ExpertSource + Send>, Option<Monitor>), Failure> {
     let plan = &planned.plan;
     let budget = match plan.cache {
@@ -209,23 +216,31 @@ fn unforced(
             options.route_bias
         ));
     }
-    let store = Store::new(model, backend, options)?;
+    let Some(fetched) = fetched else {
+        let store = Store::new(model, backend, options)?;
+        let monitor = store.monitor();
+        return Ok((Box::new(store), Some(monitor)));
+    };
+    let options = Options { budget: Some(fetched.window), ..options };
+    let reader = Box::new(gpu::PinnedReader(fetched.home));
+    let store = Store::with_reader(model, backend, options, reader)?;
     let monitor = store.monitor();
-    Ok((Box::new(store), Some(monitor)))
+    Ok((Box::new(cuda::Fetching::new(model, store, fetched.rows)), Some(monitor)))
 }
 
 /// What was loaded in each phase of a run.
 #[derive(Default)]
 pub struct Loads {
     monitor: Option<Monitor>,
-    marks: Vec<Stats>,
+    marks: Vec<(Stats, CopyStats)>,
 }
 
 impl Loads {
     /// Nothing so far.
     pub fn new(monitor: Option<Monitor>) -> Loads {
-        let marks = monitor.iter().map(Monitor::stats).collect();
-        Loads { monitor, marks }
+        let mut loads = Loads { monitor, marks: Vec::new() };
+        loads.mark();
+        loads
     }
 
     /// The store, if there is one.
@@ -235,22 +250,63 @@ impl Loads {
 
     /// A phase ends.
     pub fn mark(&mut self) {
-        self.marks.extend(self.monitor.iter().map(Monitor::stats));
+        let now = |monitor: &Monitor| (monitor.stats(), monitor.copies().unwrap_or_default());
+        self.marks.extend(self.monitor.iter().map(now));
     }
 
-    fn phases(&self) -> impl Iterator<Item = Stats> + '_ {
-        self.marks.windows(2).map(|pair| pair[1].since(&pair[0]))
+    fn phases(&self) -> impl Iterator<Item = (Stats, CopyStats)> + '_ {
+        self.marks.windows(2).map(|pair| {
+            let [(before, copied_before), (after, copied)] = pair else { unreachable!("windows of two") };
+            let bytes = copied.bytes - copied_before.bytes;
+            let seconds = copied.seconds - copied_before.seconds;
+            let (found, fetched) =
+                (copied.found - copied_before.found, copied.fetched - copied_before.fetched);
+            (after.since(before), CopyStats { bytes, seconds, found, fetched })
+        })
     }
 
     /// A line for each phase, given their names and times; none without a store.
     pub fn lines<const N: usize>(&self, phases: [(&str, Duration); N]) -> Vec<String> {
-        self.phases().zip(phases).map(|(stats, (name, time))| line_of(name, &stats, time)).collect()
+        let line = |((stats, copies), (name, time)): ((Stats, CopyStats), (&str, Duration))| {
+            line_of(name, &stats, time) + &copies_of(&copies, time)
+        };
+        self.phases().zip(phases).map(line).collect()
     }
 
     /// The phases as JSON: reading, writing.
     pub fn json(&self) -> Option<Value> {
-        self.monitor.is_some().then(|| self.phases().map(|stats| stats_json(&stats)).collect())
+        let phase = |(stats, copies): (Stats, CopyStats)| {
+            let mut value = stats_json(&stats);
+            value["copied_bytes"] = copies.bytes.into();
+            value["copy_seconds"] = copies.seconds.into();
+            value["gpu_found"] = copies.found.into();
+            value["gpu_fetched"] = copies.fetched.into();
+            value
+        };
+        self.monitor.is_some().then(|| self.phases().map(phase).collect())
     }
+}
+
+/// Bytes copied to the GPU, how fast, and how busy the link was; nothing if there were none.
+fn copies_of(copies: &CopyStats, time: Duration) -> String {
+    let by_itself = copies.found + copies.fetched;
+    let fetched = match by_itself {
+        0 => String::new(),
+        all => format!(
+            "; the GPU found {:.1} % of {all} experts in its slots and fetched {}",
+            100.0 * copies.found as f64 / all as f64,
+            copies.fetched
+        ),
+    };
+    if copies.bytes == 0 {
+        return fetched;
+    }
+    format!(
+        "{fetched}; copied to the GPU {} at {:.1} GB/s, busy {:.1} % of the time",
+        report::size(copies.bytes),
+        copies.bytes as f64 / copies.seconds.max(1e-9) / 1e9,
+        100.0 * copies.seconds / time.as_secs_f64().max(1e-9),
+    )
 }
 
 /// What a store did, as JSON.

@@ -25,6 +25,12 @@ pub struct CacheArgs {
     /// Experts beyond each token's own that are read ahead for the next layer while generating; `off` reads none.
     #[arg(long, value_name = "N", default_value = "4", value_parser = parse_look_ahead)]
     pub look_ahead: LookAhead,
+    /// Memory of the GPU that may be taken [default: what is free there].
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub gpu_memory: Option<u64>,
+    /// Whether all experts lie in pinned memory of the host, from where a GPU with a cache fetches them by itself.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub pin: Pin,
     /// Prefer experts that are in the cache while generating: X is added to their router logits. Fewer are read,
     /// but answers change, and depend on what the cache holds [default: off].
     #[arg(long, value_name = "X", value_parser = parse_bias, allow_negative_numbers = true)]
@@ -69,6 +75,17 @@ pub struct DoctorArgs {
 /// Experts beyond each token's own that the look-ahead reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LookAhead(pub Option<usize>);
+
+/// Whether all experts are kept in pinned memory of the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Pin {
+    /// If four fifths of what the host can spare hold them.
+    Auto,
+    /// Yes.
+    On,
+    /// No: they are read from the file.
+    Off,
+}
 
 /// How experts are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -36,7 +36,7 @@ pub fn run(args: &ExpertsArgs) -> Result<Outcome, Failure> {
     }
     let steps = args.steps.clamp(1, tokens.len() / 2);
     let warm = tokens.len() - steps;
-    let room = Room { context: tokens.len(), positions: tokens.len(), prompt: Some(warm) };
+    let room = Room { context: tokens.len(), positions: tokens.len(), prompt: Some(warm), lasting: false };
     let started = open::start_for(&opened.model, &args.backend, room, args.json)?;
     let mut engine = started.engine;
     let mut loads = Loads::new(started.monitor);

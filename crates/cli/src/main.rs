@@ -10,6 +10,7 @@ mod experts;
 mod failure;
 mod folders;
 mod forge_files;
+mod gpu;
 mod info;
 mod interrupt;
 mod kept;

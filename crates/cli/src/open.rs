@@ -11,9 +11,10 @@ use model::{Backend, Limits, Model, ResidentWeights};
 use text::Tokenizer;
 
 use crate::args::{BackendArgs, BackendName};
-use crate::cache::{self, Room};
+use crate::cache::Room;
 use crate::failure::Failure;
 use crate::report::{self, Bar};
+use crate::{cache, gpu};
 
 /// A model and its tokenizer.
 pub struct Opened {
@@ -74,17 +75,19 @@ pub fn start(
     context: usize,
     quiet: bool,
 ) -> Result<Started, Failure> {
-    start_with_room(model, args, (context, context), quiet)
+    let room = Room { context, positions: context, prompt: None, lasting: false };
+    start_for(model, args, room, quiet)
 }
 
-/// As [`start`], for sessions of at most `context` positions and room for `positions` over all of them.
+/// As [`start`], for many prompts to come, in sessions of at most `context` positions and room for `positions` over
+/// all of them.
 pub fn start_with_room(
     model: &Arc<Model>,
     args: &BackendArgs,
     (context, positions): (usize, usize),
     quiet: bool,
 ) -> Result<Started, Failure> {
-    start_for(model, args, Room { context, positions, prompt: None }, quiet)
+    start_for(model, args, Room { context, positions, prompt: None, lasting: true }, quiet)
 }
 
 /// As [`start`], for what is known to come.
@@ -103,11 +106,14 @@ pub fn start_for(
     }
     let planned = cache::plan(model, args, &room, engine::machine::spare_memory())?;
     if !quiet {
-        report::say(cache::line(&planned.plan));
+        report::say(cache::line(&planned.plan, args.backend));
     }
-    let mut backend = backend(model, args.backend, cache::cpu_options(args), planned.plan.limits, quiet)?;
+    let (mut backend, fetched) = match args.backend {
+        BackendName::Cuda => gpu::start(model, args, &planned.plan, quiet)?,
+        name => (backend(model, name, cache::cpu_options(args), planned.plan.limits, quiet)?, None),
+    };
     let variant = backend.capabilities().variant.clone();
-    let (experts, monitor) = cache::source(model, &mut *backend, &args.cache, &planned)?;
+    let (experts, monitor) = cache::source(model, &mut *backend, (&args.cache, &planned), fetched)?;
     let options = Options { chunk: planned.plan.chunk, context };
     let engine = Engine::new(model.clone(), backend, experts, options);
     Ok(Started { engine, load: began.elapsed(), variant, monitor, plan: planned.plan })
@@ -137,7 +143,7 @@ pub fn backend(
     Ok(Box::new(reference::Reference::new(model.clone(), limits, options)?))
 }
 
-fn load(model: &Model, quiet: bool) -> Result<ResidentWeights, Failure> {
+pub fn load(model: &Model, quiet: bool) -> Result<ResidentWeights, Failure> {
     let bar = Bar::bytes("loading", model.dense_bytes(), quiet);
     let weights = model.load(&mut |done, _| bar.set(done));
     bar.finish();

@@ -9,21 +9,26 @@ use gguf::Shard;
 use model::{Model, Peaks};
 use serde_json::{Value, json};
 
+use crate::args::BackendName;
 use crate::bench::{peak_line, peaks_json};
 use crate::cache::{Planned, Room};
 use crate::cache_args::{DoctorArgs, PlanArgs};
 use crate::calibration::{Calibration, Disk};
 use crate::failure::{Failure, Outcome};
-use crate::{cache, report};
+use crate::{cache, gpu, report};
 
 /// Runs `plan`.
 pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
     let fail = |source| Failure::Model { path: args.model.clone(), source };
     let model = Model::open(&args.model).map_err(fail)?;
     let context = args.backend.context.unwrap_or(model.spec.context.min(4096));
-    let room = Room { context, positions: context, prompt: args.prompt };
+    let room = Room { context, positions: context, prompt: args.prompt, lasting: args.prompt.is_none() };
+    let on_gpu = args.backend.backend == BackendName::Cuda;
     let given = args.memory.map(|bytes| Spare { bytes, limit: "--memory" });
-    let spare = given.or_else(machine::spare_memory);
+    let spare = match on_gpu {
+        true => Some(gpu::spare(&args.backend)?),
+        false => given.or_else(machine::spare_memory),
+    };
     let Planned { plan, io, rates } = cache::plan(&model, &args.backend, &room, spare.clone())?;
     let mut out = std::io::stdout().lock();
     if args.json {
@@ -31,12 +36,15 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         return Ok(Outcome::Success);
     }
     let slots = match plan.cache {
+        Cache::Mapped if on_gpu => format!("{} (all of them, on the GPU)", report::size(plan.experts)),
         Cache::Mapped => "0 B (experts from the mapped file)".to_string(),
         Cache::Slots(bytes) => {
             let share = 100.0 * bytes as f64 / plan.experts.max(1) as f64;
             format!("{} ({share:.0} %), {} reads", report::size(bytes), io.name())
         }
     };
+    let copied = if on_gpu && plan.cache == Cache::Mapped { plan.experts } else { 0 };
+    let total = plan.total() + copied;
     let mut rows = vec![
         ("memory there is", spare.as_ref().map_or("unknown".to_string(), |s| report::size(s.bytes))),
         ("limited by", spare.as_ref().map_or("unknown".to_string(), |s| s.limit.to_string())),
@@ -46,12 +54,15 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         ("activations", report::size(plan.scratch)),
         ("program", report::size(plan.fixed)),
         ("cache of experts", slots),
-        ("total", report::size(plan.total())),
+        ("total", report::size(total)),
         ("experts, all of them", report::size(plan.experts)),
         ("why", plan.reason.clone()),
         ("chunks", format!("{} tokens: {}", plan.chunk, plan.chunk_reason)),
         ("expected", cache::expectation(&plan).unwrap_or_else(|| UNKNOWN.to_string())),
     ];
+    if let (true, Cache::Slots(_)) = (on_gpu, plan.cache) {
+        rows.push(("pinned by the host", report::size(gpu::pinned(&model, &args.backend, &plan))));
+    }
     rows.extend(plan.warning.iter().map(|warning| ("warning", warning.clone())));
     for (name, value) in rows {
         writeln!(out, "{name:<22}{value}")?;

@@ -24,7 +24,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
         max_tokens: args.max_tokens,
         stop: args.stop.clone(),
         ignore_eos: args.ignore_eos,
-        logprobs: None,
+        ..GenerationOptions::default()
     };
     options.sampling.check()?;
     if args.stop.iter().any(String::is_empty) {
@@ -50,7 +50,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
     let started = open::start_for(
         &opened.model,
         &backend,
-        Room { context, positions: context, prompt: Some(tokens.len()) },
+        Room { context, positions: context, prompt: Some(tokens.len()), lasting: false },
         quiet,
     )?;
     let mut answer = Answer { profile: Profile::default(), prompt: tokens.len(), ..Answer::new(started) };

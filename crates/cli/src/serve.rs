@@ -38,8 +38,9 @@ pub fn run(args: &ServeArgs) -> Result<Outcome, Failure> {
     };
     // Each session may have to copy a page that it shares with a checkpoint.
     let session = (context.div_ceil(PAGE) + 1).saturating_mul(PAGE);
-    let positions =
-        args.parallel.saturating_mul(session).saturating_add(Sessions::positions(&model.spec, &options));
+    let states = Sessions::state_positions(&model.spec, &options, args.parallel);
+    let kept = Sessions::positions(&model.spec, &options);
+    let positions = args.parallel.saturating_mul(session).saturating_add(kept).saturating_add(states);
     let mut started = open::start_with_room(&model, &args.backend, (context, positions), args.quiet)?;
     let mut sessions = Sessions::new(&started.engine, options);
     let template = template.transpose()?;

@@ -1,5 +1,5 @@
-//! Traces of a run for Perfetto and chrome://tracing: a lane for computation, one for its waits, one for each
-//! reader.
+//! Traces of a run for Perfetto and chrome://tracing: a lane for computation, one for its waits, one for copies to a
+//! GPU, one for each reader.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -26,7 +26,8 @@ pub struct Timed {
 /// Lanes before those of the readers.
 const COMPUTE: usize = 0;
 const WAIT: usize = 1;
-const READERS: usize = 2;
+const COPIES: usize = 2;
+const READERS: usize = 3;
 
 /// Writes the trace of a run.
 pub fn write(path: &Path, steps: &[Timed], monitor: Option<&Monitor>) -> Result<(), Failure> {
@@ -50,6 +51,7 @@ fn events(steps: &[Timed], monitor: Option<&Monitor>) -> Value {
             "dur": micros(end.saturating_duration_since(start)),
         })
     };
+    let copies = monitor.map(Monitor::copy_spans).unwrap_or_default();
     let mut events = vec![lane(COMPUTE, "compute".to_string()), lane(WAIT, "wait for experts".to_string())];
     let readers = spans.iter().map(|span| span.reader + 1).max().unwrap_or(0);
     events.extend((0..readers).map(|reader| lane(READERS + reader, format!("reader {reader}"))));
@@ -61,6 +63,14 @@ fn events(steps: &[Timed], monitor: Option<&Monitor>) -> Value {
     events.extend(
         waits.iter().map(|wait| {
             event(WAIT, "wait".to_string(), wait.start, wait.end, json!({ "layer": wait.layer }))
+        }),
+    );
+    if !copies.is_empty() {
+        events.push(lane(COPIES, "copies to the GPU".to_string()));
+    }
+    events.extend(
+        copies.iter().map(|copy| {
+            event(COPIES, "copy".to_string(), copy.start, copy.end, json!({ "bytes": copy.bytes }))
         }),
     );
     events.extend(spans.iter().map(|span| {

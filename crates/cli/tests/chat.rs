@@ -101,7 +101,9 @@ fn what_was_read_survives_a_restart() {
     let folder = Folder::new("chat-state");
     let (state, path) = (folder.file("state"), folder.file("talk.json"));
     let kept = ["--state-dir", state.as_str()];
-    let (_, told) = talk_with(&kept, &format!("{FIRST}\n/stats\n/save {path}\n"));
+    // Sessions shorter than a cell of the grid are not worth a file.
+    let long = FIRST.repeat(4);
+    let (_, told) = talk_with(&kept, &format!("{long}\n/stats\n/save {path}\n"));
     let [(0, first)] = turns(&told)[..] else { panic!("{told}") };
     let load = [&kept[..], &["--load", path.as_str()]].concat();
     let (_, told) = talk_with(&load, "Thanks.\n/stats\n");

@@ -268,7 +268,7 @@ fn a_broken_connection_is_taken_up_where_it_broke() {
         _ => file(seen, &fixture("values.gguf"), "\"v\""),
     });
     let folder = Folder::new("pull-broken");
-    let value = pulled(&server, &[&format!("{}/m.gguf", server.address()), "--retries", "1"], &folder);
+    let value = pulled(&server, &[&format!("{}/m.gguf", server.address()), "--retries", "2"], &folder);
     assert_eq!(std::fs::read(folder.0.join("m.gguf")).unwrap(), fixture("values.gguf"));
     assert_eq!(
         (&value["files"][0]["resumed_from"], &value["files"][0]["verified"]),

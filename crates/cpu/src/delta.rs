@@ -35,8 +35,9 @@ pub(crate) fn project(
     rows: Range<usize>,
 ) {
     let (cols, count, delta) = (spec.hidden, rows.len(), &spec.delta);
-    let Buffers { hidden, norm, codes, block, .. } = &mut open.buffers;
-    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (Codes::per_row(cols))..]);
+    let Buffers { hidden, norm, whole_norm, codes, block, .. } = &mut open.buffers;
+    let norm = Buffers::block_norm(norm, *whole_norm, rows.start, cols);
+    let codes = &mut codes[rows.start * Codes::per_row(cols)..];
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
     embed::norm(team, x, (norm_weight, spec.rms_eps), norm, codes);
     let x =

@@ -40,7 +40,7 @@ pub use topology::physical_cores;
 
 use kernels::Kernels;
 use moe::Inner;
-use open::{Buffers, Open};
+use open::{Buffers, Open, Room};
 use pool::Pool;
 use team::Team;
 
@@ -117,10 +117,11 @@ impl Cpu {
         })
     }
 
-    /// Bytes of activations under `limits`, for the plan of memory.
-    pub fn scratch_bytes(spec: &model::Spec, limits: &Limits) -> u64 {
+    /// Bytes of activations under `limits`, for the plan of memory; `exact` as [`is_exact`] says.
+    pub fn scratch_bytes(model: &Model, limits: &Limits, exact: bool) -> u64 {
         let rows = limits.pass_rows.min(limits.positions.next_multiple_of(model::GRID));
-        (open::scratch_bytes(spec, rows, BLOCK_ROWS) + moe::inner_bytes(spec, rows)) as u64
+        let room = Room { rows, block_rows: BLOCK_ROWS, whole_norm: moe::wants_numbers(model, exact) };
+        (open::scratch_bytes(&model.spec, room) + moe::inner_bytes(&model.spec, rows)) as u64
     }
 
     /// Threads it computes with.
@@ -138,7 +139,7 @@ pub fn capabilities(options: &Options) -> Result<Capabilities, Error> {
     Ok(Capabilities {
         name: "cpu",
         variant: kernels.variant.name().to_string(),
-        kernel_version: if is_exact(options, kernels) { 3 } else { 6 },
+        kernel_version: if is_exact(options)? { 3 } else { 7 },
         block_rows: BLOCK_ROWS,
         smallest_chunk: 1,
     })
@@ -152,8 +153,13 @@ pub fn peaks(options: &Options) -> Result<Vec<model::Peaks>, Error> {
     Ok(calibrate::peaks(&mut team(options)?.1))
 }
 
-fn is_exact(options: &Options, kernels: &Kernels) -> bool {
-    options.exact || !kernels.variant.prefers_integers()
+/// Whether a backend with these options keeps all activations in single precision.
+///
+/// # Errors
+/// As [`capabilities`].
+pub fn is_exact(options: &Options) -> Result<bool, Error> {
+    let kernels = Kernels::choose(wanted_variant(options)?)?;
+    Ok(options.exact || !kernels.variant.prefers_integers())
 }
 
 /// The threads, and what they are.
@@ -166,7 +172,7 @@ fn team(options: &Options) -> Result<(Capabilities, Team), Error> {
     let by_default = || count <= physical_cores() && std::env::var("REDLITE_CPU_PIN").as_deref() != Ok("0");
     let pin = options.pin || by_default();
     let pool = Pool::new(count, pin).map_err(|source| Error::Threads { count, source })?;
-    Ok((capabilities(options)?, Team::new(pool, kernels, is_exact(options, kernels))))
+    Ok((capabilities(options)?, Team::new(pool, kernels, is_exact(options)?)))
 }
 
 /// The choice of the caller, else that of the environment.

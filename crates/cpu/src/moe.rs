@@ -6,11 +6,11 @@
 
 use std::ops::Range;
 
-use model::{HostSlots, Model, MoeWeights, ResidentMatrix, Result, Spec, Wave};
+use model::{ExpertLayout, HostSlots, Model, MoeWeights, ResidentMatrix, Result, Spec, Wave};
 
 use crate::embed;
 use crate::gemm::{self, Down, GateUp, Input, Product, Then, Weights};
-use crate::kernels::{Codes, is_integer};
+use crate::kernels::{Codes, GROUP, is_integer};
 use crate::memory::{Aligned, Out, Rows, reserve};
 use crate::open::{Buffers, Open, Pairs, carve};
 use crate::team::Team;
@@ -39,9 +39,11 @@ pub(crate) fn route(
     rows: Range<usize>,
 ) {
     let (cols, count) = (spec.hidden, rows.len());
-    let Buffers { hidden, norm, codes, block, ids, weights: chosen, pairs, .. } = &mut open.buffers;
+    let Buffers { hidden, norm, whole_norm, codes, block, ids, weights: chosen, pairs, .. } =
+        &mut open.buffers;
     pairs.valid = false;
-    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (Codes::per_row(cols))..]);
+    let norm = Buffers::block_norm(norm, *whole_norm, rows.start, cols);
+    let codes = &mut codes[rows.start * Codes::per_row(cols)..];
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
     embed::norm(team, x, (&weights.norm, spec.rms_eps), norm, codes);
 
@@ -116,8 +118,8 @@ pub(crate) fn shared(
     rows: Range<usize>,
 ) {
     let (cols, count, width) = (spec.hidden, rows.len(), spec.moe.shared_width);
-    let Buffers { norm, codes, block_codes, sum, block, .. } = &mut open.buffers;
-    let numbers = Rows::new(&norm[rows.start * cols..], cols, count);
+    let Buffers { norm, whole_norm, codes, block_codes, sum, block, .. } = &mut open.buffers;
+    let numbers = Rows::new(Buffers::block_norm(norm, *whole_norm, rows.start, cols), cols, count);
     let codes = Rows::new(&codes[rows.start * (Codes::per_row(cols))..], Codes::per_row(cols), count);
     let x = Input::with(team, numbers, codes, cols);
     let [inner, factors] = carve(block, shared_parts(spec, count));
@@ -180,6 +182,12 @@ pub(crate) fn used(pairs: &Pairs) -> Vec<u32> {
     (0..pairs.starts.len() - 1).filter(|&e| pairs.starts[e] < pairs.starts[e + 1]).map(|e| e as u32).collect()
 }
 
+/// Whether experts want rows in single precision: if inputs are not rounded, or do not meet integers.
+pub(crate) fn wants_numbers(model: &Model, exact: bool) -> bool {
+    let integers = |layer: &ExpertLayout| is_integer(layer.gate.ty) && is_integer(layer.up.ty);
+    exact || !model.spec.hidden.is_multiple_of(GROUP) || !model.experts.iter().all(integers)
+}
+
 /// Bytes of [`Inner`] for passes of `rows` rows, in the longer of the two forms.
 pub(crate) fn inner_bytes(spec: &Spec, rows: usize) -> usize {
     let widest = spec.moe.widths.iter().copied().max().unwrap_or(0);
@@ -214,7 +222,8 @@ pub(crate) fn experts(
     let spec = &model.spec;
     let (cols, rows, width) = (spec.hidden, open.pass.rows(), spec.moe.widths[layer]);
     group(spec, rows, &mut open.buffers);
-    let Buffers { hidden, norm, codes, sum, pairs, .. } = &mut open.buffers;
+    let Buffers { hidden, norm, whole_norm, codes, sum, pairs, .. } = &mut open.buffers;
+    let numbers = whole_norm.then_some(&norm[..]);
     let (hidden, sum) = (Out::new(hidden, cols), Out::new(sum, cols));
     let mut pieces = pieces((model, slots), layer, wave, pairs)?.into_iter().peekable();
     loop {
@@ -225,7 +234,7 @@ pub(crate) fn experts(
             turn.push(piece);
         }
         let done = pieces.peek().is_none();
-        turn_of_experts(team, &turn, (norm, codes), pairs, inner, (width, cols), sum, {
+        turn_of_experts(team, &turn, (numbers, codes), pairs, inner, (width, cols), sum, {
             (done && wave.last).then_some((hidden, rows))
         });
         if done {
@@ -272,7 +281,7 @@ fn pieces<'a>(
 fn turn_of_experts(
     team: &mut Team,
     turn: &[Piece],
-    (norm, codes): (&[f32], &[Codes]),
+    (norm, codes): (Option<&[f32]>, &[Codes]),
     pairs: &Pairs,
     inner: &mut Inner,
     (width, cols): (usize, usize),
@@ -294,7 +303,10 @@ fn turn_of_experts(
             x: {
                 let index = &pairs.rows[piece.pairs.clone()];
                 let codes = Rows::gather(codes, Codes::per_row(cols), index);
-                Input::with(team, Rows::gather(norm, cols, index), codes, cols)
+                match norm {
+                    Some(norm) => Input::with(team, Rows::gather(norm, cols, index), codes, cols),
+                    None => Input::rounded(codes),
+                }
             },
             first,
         })

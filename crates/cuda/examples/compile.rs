@@ -1,6 +1,6 @@
 //! Compiles every kernel for some architectures and reports registers and spills: needs the compiler, no GPU.
 //!
-//! `compile MODEL ARCH …` takes the shape from a model file. Fails if a kernel does not compile or a hot one spills
+//! `compile MODEL ARCH … [SOURCE …]` takes the shape from a model file; of all sources, or those whose names begin so. Fails if a kernel does not compile or a hot one spills
 //! more than is known of it ([`KNOWN`]).
 
 use std::process::ExitCode;
@@ -10,7 +10,7 @@ use quant::Type;
 use redlite_cuda::{Source, Target, compile, sources};
 
 /// Kernels in which a spilled register costs time that shows.
-const HOT: [&str; 13] = [
+const HOT: [&str; 15] = [
     "gemm_store",
     "gemm_add",
     "gemm_scale",
@@ -22,19 +22,14 @@ const HOT: [&str; 13] = [
     "delta_single",
     "attn_mix",
     "attn_single",
-    "gemv_1",
-    "expert_dot",
+    "few_rows",
+    "many_tiles",
+    "experts_up",
+    "experts_down",
 ];
 
 /// Hot kernels that spill nevertheless: architecture, source, beginning of the kernel's name, bytes of a thread.
-const KNOWN: [(&str, &str, &str, usize); 6] = [
-    ("sm_89", "weights IQ4_XS", "gemv_1", 8),
-    ("sm_90a", "experts IQ3_XXS", "gemm_experts_", 4),
-    ("sm_90a", "experts IQ3_S", "gemm_experts_", 4),
-    ("sm_90a", "experts IQ4_NL", "gemm_experts_", 4),
-    ("sm_90a", "experts IQ4_XS", "gemm_experts_", 4),
-    ("sm_90a", "experts MXFP4", "gemm_experts_", 4),
-];
+const KNOWN: [(&str, &str, &str, usize); 1] = [("sm_90a", "few F32", "experts_up", 64)];
 
 /// Bytes that a kernel is known to spill.
 fn known(arch: &str, source: &str, kernel: &str) -> usize {
@@ -45,10 +40,11 @@ fn known(arch: &str, source: &str, kernel: &str) -> usize {
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [model, archs @ ..] = &arguments[..] else {
-        eprintln!("usage: compile MODEL ARCH …");
+    let [model, rest @ ..] = &arguments[..] else {
+        eprintln!("usage: compile MODEL ARCH … [SOURCE …]");
         return ExitCode::from(2);
     };
+    let (archs, only): (Vec<&String>, Vec<&String>) = rest.iter().partition(|name| name.starts_with("sm_"));
     let spec = Model::open(model.as_ref()).expect("a model").spec;
     let mut all = Vec::new();
     for arch in archs {
@@ -56,9 +52,12 @@ fn main() -> ExitCode {
         all.extend(sources(&target, &spec, KvType::F16).into_iter().map(|source| (arch, source)));
         let attention = Source::attention(&target, &spec, KvType::F32);
         all.push((arch, attention));
+        all.push((arch, Source::fetch(&target)));
         all.extend(Type::all().map(|ty| (arch, Source::weights(&target, ty))));
+        all.extend(Type::all().map(|ty| (arch, Source::few(&target, &[ty]))));
         all.extend(Type::all().filter_map(|ty| Some((arch, Source::experts(&target, ty)?))));
     }
+    all.retain(|(_, source)| only.is_empty() || only.iter().any(|name| source.name.starts_with(*name)));
     let next = std::sync::atomic::AtomicUsize::new(0);
     let work = || {
         let mut failures = 0;
@@ -80,7 +79,13 @@ fn main() -> ExitCode {
 fn report(arch: &str, mut source: Source) -> usize {
     source.options.push("--ptxas-options=-v".to_string());
     let log = match compile(&source) {
-        Ok((_, log)) => log,
+        Ok((cubin, log)) => {
+            if let Some(folder) = std::env::var_os("KEEP") {
+                let name = source.name.replace(' ', "-");
+                std::fs::write(std::path::Path::new(&folder).join(name), cubin).expect("a folder");
+            }
+            log
+        }
         Err(error) => {
             println!("{arch:8} {:16} FAILED: {error}", source.name);
             return 1;

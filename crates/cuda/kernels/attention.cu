@@ -55,6 +55,8 @@ struct Prepare {
 /// Norms, rotation, and the store of keys and values. Grid: (heads + 2 kv heads, rows); DIM threads.
 KERNEL void attn_prepare(Prepare p) {
     __shared__ float room[32], numbers[DIM];
+    next();
+    previous();
     const Shape &s = p.shape;
     int head = blockIdx.x, i = threadIdx.x;
     long row = blockIdx.y;
@@ -241,8 +243,8 @@ struct Single {
     Kv *const *const *pages; // of each row
     const u32 *positions;    // of each row
     float *partial;          // [rows, heads, blocks, DIM + 2]: sum of values, largest score, sum of weights
-    float *out;              // [rows, heads · DIM]: gated
-    int blocks;              // of the longest sequence
+    u16 *out;                // [rows, heads · DIM] bf16: gated
+    int blocks;              // of the longest sequence, or more
 };
 
 /// Where number i of position k of a block lies in shared memory, f16: rows are padded by 16 bytes.
@@ -255,6 +257,8 @@ KERNEL void attn_single(Single p) {
     const Shape &s = p.shape;
     int block = blockIdx.x, kv_head = blockIdx.y, group = s.heads / s.kv_heads, thread = threadIdx.x;
     long row = blockIdx.z;
+    next();
+    previous();
     int seen = min(BLOCK, (int)p.positions[row] + 1 - block * BLOCK);
     if (seen <= 0) return;
     Kv *page = p.pages[row][block * BLOCK / PAGE];
@@ -323,6 +327,8 @@ KERNEL void attn_join(Single p) {
     const Shape &s = p.shape;
     int head = blockIdx.x, i = threadIdx.x;
     long row = blockIdx.y;
+    next();
+    previous();
     int blocks = p.positions[row] / BLOCK + 1;
     const float *from = p.partial + (row * s.heads + head) * p.blocks * (DIM + 2);
     float largest = -1e30f, sum = 0.0f, out = 0.0f;
@@ -334,5 +340,5 @@ KERNEL void attn_join(Single p) {
         out = fmaf(weight, at[i], out);
     }
     float gate = p.projected[row * s.stride + (s.heads + head) * DIM + i];
-    p.out[(row * s.heads + head) * DIM + i] = out / sum * sigmoid(gate);
+    p.out[(row * s.heads + head) * DIM + i] = bf16(out / sum * sigmoid(gate));
 }

@@ -10,6 +10,25 @@ typedef unsigned long long u64;
 #define DEVICE static __device__ __forceinline__
 #define KERNEL extern "C" __global__
 
+/// The matrix of an expert: where a table says, or in the order of the file behind expert 0's.
+DEVICE const u8 *expert_at(const u8 *first, long stride, const u64 *places, u32 expert) {
+    return places ? (const u8 *)places[expert] : first + expert * stride;
+}
+
+/// The next kernel may begin as far as it does not depend on this one.
+DEVICE void next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/// Everything before this kernel is done.
+DEVICE void previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 /// Two floats to a pair of bf16, to nearest even.
 DEVICE u32 bf16_pair(float low, float high) {
     u32 out;
@@ -43,7 +62,8 @@ DEVICE float f16_value(u16 bits) {
     return out;
 }
 
-DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+/// Right but for 2^-20 or so, in few instructions.
+DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 DEVICE float silu(float x) { return x * sigmoid(x); }
 

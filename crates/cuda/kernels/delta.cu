@@ -43,16 +43,67 @@ DEVICE float convolve_channel(const Shape &s, const float *projected, const floa
     return silu(sum);
 }
 
-/// Grid: (heads of q, k and v, rows); DIM threads.
-KERNEL void delta_convolve(Convolve p) {
-    __shared__ float room[32];
-    int head = blockIdx.x, row = blockIdx.y, channel = head * DIM + threadIdx.x;
-    float x = convolve_channel(p.shape, p.projected, p.window, p.weights, row, channel);
+const int PER = DIM / 32, STRIP = 16, STRIPS = 4; // numbers of a lane, rows of a warp, warps of a block
+
+/// Stores a warp's row of a head; queries and keys normed, queries scaled.
+DEVICE void store_convolved(const Convolve &p, int head, int row, const float x[PER]) {
+    float squares = 0.0f, scale = 1.0f;
     if (head < 2 * p.shape.key_heads) {
-        float scale = 1.0f / sqrtf(block_sum(x * x, room) + L2_EPS);
-        x *= head < p.shape.key_heads ? scale * rsqrtf((float)DIM) : scale;
+#pragma unroll
+        for (int j = 0; j < PER; j++) squares = fmaf(x[j], x[j], squares);
+        scale = 1.0f / sqrtf(warp_sum(squares) + L2_EPS);
+        if (head < p.shape.key_heads) scale *= rsqrtf((float)DIM);
     }
-    p.out[(long)row * channels(p.shape) + channel] = bf16(x);
+    u16 *to = p.out + (long)row * channels(p.shape) + head * DIM + threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < PER; j++) to[j * 32] = bf16(x[j] * scale);
+}
+
+/// Rows of a strip one by one, for any number of taps.
+DEVICE void convolve_slowly(const Convolve &p, int head, int first, int last) {
+    for (int row = first; row < last; row++) {
+        float x[PER];
+        for (int j = 0; j < PER; j++) {
+            x[j] = convolve_channel(p.shape, p.projected, p.window, p.weights, row, head * DIM + j * 32 + threadIdx.x % 32);
+        }
+        store_convolved(p, head, row, x);
+    }
+}
+
+/// Convolved rows as bf16. A warp walks down a strip of one head's rows, its inputs in registers. Grid: (heads of q, k and v,
+/// rows / 64); 128 threads.
+KERNEL __launch_bounds__(128) void delta_convolve(Convolve p) {
+    const Shape &s = p.shape;
+    int head = blockIdx.x, first = (blockIdx.y * STRIPS + threadIdx.x / 32) * STRIP, lane = threadIdx.x % 32;
+    int last = min(first + STRIP, p.rows), count = channels(s);
+    if (s.taps != 4) return convolve_slowly(p, head, first, last);
+    float weights[PER][4], before[PER][3];
+#pragma unroll
+    for (int j = 0; j < PER; j++) {
+        int channel = head * DIM + j * 32 + lane;
+#pragma unroll
+        for (int t = 0; t < 4; t++) weights[j][t] = p.weights[channel * 4 + t];
+#pragma unroll
+        for (int t = 0; t < 3; t++) {
+            int from = first - 3 + t;
+            before[j][t] = first >= p.rows ? 0.0f
+                         : from >= 0      ? p.projected[(long)from * s.stride + channel]
+                                          : p.window[(long)(from + 3) * count + channel];
+        }
+    }
+#pragma unroll 4
+    for (int row = first; row < last; row++) {
+        float x[PER];
+#pragma unroll
+        for (int j = 0; j < PER; j++) {
+            float newest = p.projected[(long)row * s.stride + head * DIM + j * 32 + lane], sum = 0.0f;
+#pragma unroll
+            for (int t = 0; t < 3; t++) sum = fmaf(weights[j][t], before[j][t], sum);
+            before[j][0] = before[j][1], before[j][1] = before[j][2], before[j][2] = newest;
+            x[j] = silu(fmaf(weights[j][3], newest, sum));
+        }
+        store_convolved(p, head, row, x);
+    }
 }
 
 struct Window {
@@ -397,11 +448,6 @@ KERNEL __launch_bounds__(128) void delta_scan(Scan p) {
     }
 }
 
-/// RMS norm of a head's output, times SiLU(z): a value for each of DIM threads.
-DEVICE float gated_norm(float o, float weight, float z, float eps, float *room) {
-    return o / sqrtf(block_sum(o * o, room) / (float)DIM + eps) * weight * silu(z);
-}
-
 struct Tail {
     Shape shape;
     const float *projected; // [rows, stride]
@@ -409,88 +455,107 @@ struct Tail {
     const float *weight;    // [DIM]
     u16 *out;               // [rows, value heads · DIM]
     float eps;
+    int rows;
 };
 
-/// Grid: (value heads, rows); DIM threads.
-KERNEL void delta_tail(Tail p) {
-    __shared__ float room[32];
-    long row = blockIdx.y, at = row * p.shape.value_heads * DIM + blockIdx.x * DIM + threadIdx.x;
-    float z = p.projected[row * p.shape.stride + channels(p.shape) + blockIdx.x * DIM + threadIdx.x];
-    p.out[at] = bf16(gated_norm(p.o[at], p.weight[threadIdx.x], z, p.eps, room));
+/// RMS norms of heads, times SiLU(z). Grid: (value heads, rows / 4); a warp for each row.
+KERNEL __launch_bounds__(128) void delta_tail(Tail p) {
+    int row = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= p.rows) return;
+    long at = (long)row * p.shape.value_heads * DIM + blockIdx.x * DIM + lane;
+    const float *z = p.projected + (long)row * p.shape.stride + channels(p.shape) + blockIdx.x * DIM + lane;
+    float o[PER], squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < PER; j++) o[j] = p.o[at + j * 32], squares = fmaf(o[j], o[j], squares);
+    float scale = 1.0f / sqrtf(warp_sum(squares) / (float)DIM + p.eps);
+#pragma unroll
+    for (int j = 0; j < PER; j++) p.out[at + j * 32] = bf16(o[j] * scale * p.weight[lane + j * 32] * silu(z[j * 32]));
 }
 
 struct Single {
     Shape shape;
     const float *projected; // [rows, stride]
     const float *weights;   // [channels, taps]
-    const float *a, *dt_bias, *norm;
+    const float *a, *dt_bias;
     const float *const *from; // of each row: the slot before; may be null: zeros
     float *const *to;         // of each row: the slot after
     long offset;              // of the layer in a slot: its window, then its states
     float *out;               // [rows, value heads · DIM]
-    float eps;
 };
 
-const int PARTS = 4, KEYS = DIM / PARTS; // a state's keys are shared by four groups of threads
+// A block of `delta_single` holds 32 columns of a head's state; 16 groups of its threads share the keys.
+const int COLUMNS = 32, PARTS = 16, KEYS = (DIM + PARTS - 1) / PARTS;
 
-/// One token of each of several sequences, from convolution to gated norm. Grid: (value heads, rows); 4 · DIM threads:
-/// thread (part, v) holds column v of a quarter of the state's rows.
-KERNEL __launch_bounds__(PARTS * DIM, 1) void delta_single(Single p) {
-    __shared__ float q[DIM], k[DIM], v[DIM], room[32], partial[PARTS][DIM];
+/// SiLU of the convolution of one channel, its window moved on if `writes`.
+DEVICE float convolve_single(const Single &p, const float *before, float *after, float newest, int channel, bool writes) {
+    int taps = p.shape.taps, count = channels(p.shape);
+    float sum = 0.0f;
+    for (int t = 0; t < taps - 1; t++) {
+        float old = before ? before[(long)t * count + channel] : 0.0f;
+        sum = fmaf(p.weights[channel * taps + t], old, sum);
+        if (writes && t > 0) after[(long)(t - 1) * count + channel] = old;
+    }
+    if (writes && taps > 1) after[(long)(taps - 2) * count + channel] = newest;
+    return silu(fmaf(p.weights[channel * taps + taps - 1], newest, sum));
+}
+
+/// One token of each of several sequences, from convolution to the delta rule's output, not normed. Grid: (value heads,
+/// DIM / 32, rows); 512 threads: thread (part, column) holds a column of a sixteenth of the state's rows.
+KERNEL __launch_bounds__(512, 1) void delta_single(Single p) {
+    __shared__ float q[DIM], k[DIM], v[COLUMNS], room[32], partial[PARTS][COLUMNS];
+    next();
     const Shape &s = p.shape;
-    int head = blockIdx.x, row = blockIdx.y, per_key = s.value_heads / s.key_heads, key_head = head / per_key;
-    int thread = threadIdx.x, part = thread / DIM, column = thread % DIM, count = channels(s);
+    int head = blockIdx.x, row = blockIdx.z, per_key = s.value_heads / s.key_heads, key_head = head / per_key;
+    int thread = threadIdx.x, part = thread / COLUMNS, own = thread % COLUMNS, column = blockIdx.y * COLUMNS + own;
     const float *before = p.from[row] ? p.from[row] + p.offset : 0, *input = p.projected + (long)row * s.stride;
     float *after = p.to[row] + p.offset;
-    long window = (long)(s.taps - 1) * count;
-
-    // Part 0 takes the channels of q, part 1 those of k, part 2 those of v.
-    float x = 0.0f;
-    if (part < 3) {
-        int channel = column + (part == 0 ? key_head : part == 1 ? s.key_heads + key_head : 2 * s.key_heads + head) * DIM;
-        float newest = input[channel], sum = 0.0f;
-        bool writes = part == 2 || head % per_key == 0;
-        for (int t = 0; t < s.taps - 1; t++) {
-            float old = before ? before[(long)t * count + channel] : 0.0f;
-            sum = fmaf(p.weights[channel * s.taps + t], old, sum);
-            if (writes && t > 0) after[(long)(t - 1) * count + channel] = old;
-        }
-        sum = fmaf(p.weights[channel * s.taps + s.taps - 1], newest, sum);
-        if (writes && s.taps > 1) after[(long)(s.taps - 2) * count + channel] = newest;
-        x = silu(sum);
-        (part == 0 ? q : part == 1 ? k : v)[column] = x;
-    }
-    float q_squares = block_sum(part == 0 ? x * x : 0.0f, room), k_squares = block_sum(part == 1 ? x * x : 0.0f, room);
-    float q_scale = rsqrtf((float)DIM) / sqrtf(q_squares + L2_EPS), k_scale = 1.0f / sqrtf(k_squares + L2_EPS);
+    int count = channels(s);
+    long at = (long)(s.taps - 1) * count + ((long)head * DIM + part * KEYS) * DIM + column;
+    // The state does not depend on the kernel before: it is on its way while that one ends.
+    float state[KEYS];
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) state[i] = before && part * KEYS + i < DIM ? before[at + i * DIM] : 0.0f;
+    previous();
     const float *raw = input + count + s.value_heads * DIM + head;
-    float beta = sigmoid(raw[0]), keep = expf(p.a[head] * softplus(raw[s.value_heads] + p.dt_bias[head]));
-
-    float state[KEYS], sum = 0.0f;
-    long at = window + ((long)head * DIM + part * KEYS) * DIM + column;
+    float raw_beta = raw[0], raw_alpha = raw[s.value_heads];
+    // The first DIM threads take the channels of q, the next those of k, then come those of v.
+    int which = thread / DIM, place = thread % DIM;
+    float x = 0.0f;
+    if (which < 2) {
+        int channel = (which == 0 ? key_head : s.key_heads + key_head) * DIM + place;
+        x = convolve_single(p, before, after, input[channel], channel, blockIdx.y == 0 && head % per_key == 0);
+        (which == 0 ? q : k)[place] = x;
+    } else if (thread < 2 * DIM + COLUMNS) {
+        int channel = (2 * s.key_heads + head) * DIM + blockIdx.y * COLUMNS + thread - 2 * DIM;
+        v[thread - 2 * DIM] = convolve_single(p, before, after, input[channel], channel, true);
+    }
+    float q_squares = block_sum(which == 0 ? x * x : 0.0f, room), k_squares = block_sum(which == 1 ? x * x : 0.0f, room);
+    float q_scale = rsqrtf((float)DIM) / sqrtf(q_squares + L2_EPS), k_scale = 1.0f / sqrtf(k_squares + L2_EPS);
+    float beta = sigmoid(raw_beta), keep = expf(p.a[head] * softplus(raw_alpha + p.dt_bias[head])), sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < KEYS; i++) state[i] = before ? before[at + i * DIM] * keep : 0.0f;
-#pragma unroll
-    for (int i = 0; i < KEYS; i++) sum = fmaf(state[i], k[part * KEYS + i] * k_scale, sum);
-    partial[part][column] = sum;
+    for (int i = 0; i < KEYS; i++) {
+        state[i] *= keep;
+        if (part * KEYS + i < DIM) sum = fmaf(state[i], k[part * KEYS + i] * k_scale, sum);
+    }
+    partial[part][own] = sum;
     __syncthreads();
     sum = 0.0f;
-    for (int i = 0; i < PARTS; i++) sum += partial[i][column];
-    float d = beta * (v[column] - sum), o = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) sum += partial[i][own];
+    float d = beta * (v[own] - sum), o = 0.0f;
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
+        if (part * KEYS + i >= DIM) continue;
         state[i] = fmaf(k[part * KEYS + i] * k_scale, d, state[i]);
         o = fmaf(state[i], q[part * KEYS + i] * q_scale, o);
         after[at + i * DIM] = state[i];
     }
-    partial[part][column] = o;
+    partial[part][own] = o;
     __syncthreads();
+    if (part > 0) return;
     o = 0.0f;
-    for (int i = 0; i < PARTS; i++) o += partial[i][column];
-    // Every part computes the same; the norm's sum counts one of them.
-    float scale = 1.0f / sqrtf(block_sum(part == 0 ? o * o : 0.0f, room) / (float)DIM + p.eps);
-    if (part == 0) {
-        float z = input[count + head * DIM + column];
-        p.out[((long)row * s.value_heads + head) * DIM + column] = o * scale * p.norm[column] * silu(z);
-    }
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) o += partial[i][own];
+    p.out[((long)row * s.value_heads + head) * DIM + column] = o;
 }

@@ -1,6 +1,6 @@
 // Products of many rows: out[m][n] = Σ_k a[m][k] · b[n][k], bf16 factors, sums in f32.
 //
-// A block makes tiles of 256 × 128. Two groups of four warps multiply: a tile's rows fall into four blocks of 64, group w
+// A block makes tiles of up to 256 × 128. Two groups of four warps multiply: a tile's rows fall into four blocks of 64, group w
 // computes blocks w and w + 2, as far as the tile has rows. The other warps bring what they multiply: K is walked in
 // steps of 64 through STAGES buffers of shared memory,
 //
@@ -8,8 +8,9 @@
 //
 // each with a barrier for "full" and one for "empty". Those warps run ahead, over the end of a tile into the next.
 //
-// b is either numbers, or blocks of TYPE that are decoded on their way into a stage, 32 weights of a row by each thread.
-// Their bytes come through shared memory too, a span of 256 weights of each row at a time, one span ahead.
+// b is either numbers, or blocks of TYPE that are decoded on their way into a stage, 32 weights of a row by each thread
+// (`Run`, its table in shared memory). Their bytes come through shared memory too, a span of 256 weights of each row at a
+// time, one span ahead.
 //
 // The layout of a stage is the one the tensor cores of compute capability 9.0a read themselves (128-byte swizzle,
 // `wgmma`); others load it with `ldmatrix`. Both leave sums alike: lane l of warp w holds rows 16 w + l / 4 and + 8 of a
@@ -52,12 +53,14 @@ struct Gemm {
     const int *count;    // of tiles
     long matrix;         // numbers from one matrix of b to the next
     int m, n, k;
+    int tile_rows;       // of products that are not grouped: 64, 128 or 256
     int a_stride, out_stride;
     int used;            // pairs of a row
     // Instead of b, of a grouped product of blocks: gate and up (or down) of expert 0, bytes to the next expert's,
     // and the experts that tiles name.
     const u8 *blocks[2];
     long strides[2];
+    const u64 *places[2]; // of each expert's blocks instead; may be null
     const u32 *list;
 };
 
@@ -86,8 +89,8 @@ DEVICE void multiply_tile(float c[64], u64 a, u64 b) {
         : "l"(a), "l"(b));
 }
 
-/// Makes this thread's ordinary stores to shared memory visible to the tensor cores. It waits for the thread's
-/// asynchronous copies too, which need no such fence: so it comes before the next ones are begun.
+/// Makes ordinary stores to shared memory, of this thread or ones it has waited for, visible to the tensor cores. It waits
+/// for the thread's asynchronous copies too: so those who multiply call it, not those who copy.
 DEVICE void stores_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -95,8 +98,8 @@ DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "mem
 /// Gives registers of the producers to the consumers, who hold the sums.
 template <bool MORE> DEVICE void registers() {
     if (THREADS < 512) return;
-    if (MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
-    else asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+    if (MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
 }
 
 /// One step of BLOCKS blocks of rows.
@@ -200,82 +203,68 @@ struct Sources {
 const bool BLOCKS_OF_TYPE = true;
 const int SPAN = 256;                                            // weights
 const int SPAN_BYTES = SPAN / TYPE::LEN * TYPE::BYTES;
-const int WINDOW = (SPAN_BYTES + 15 + 15) / 16 * 16;             // bytes copied of a row: whole 16-byte words around a span
+const int WINDOW = ((SPAN_BYTES + 30) / 16 | 1) * 16;            // bytes of a row: an odd number of 16-byte words around a span
 const int SPANS_AT = STAGES * STAGE_BYTES, SPANS = TILE_N * WINDOW; // where in shared memory, and bytes of one buffer
-const int BARRIERS_AT = SPANS_AT + 2 * SPANS;
+const int TABLE_AT = SPANS_AT + 2 * SPANS, BARRIERS_AT = TABLE_AT + Run<TYPE>::TABLE;
 
-/// Blocks of the rows of a tile of b.
+/// Blocks of the row of a tile of b that a thread and its neighbour decode: where they begin.
 struct Blocks {
-    const u8 *first[2]; // of the rows of both halves of the tile
-    long row_bytes;
-    int most[2];        // last row of each half
+    const u8 *row;
 };
 
-template <Then THEN> DEVICE Blocks blocks(const Gemm &p, const Tile &tile, int first_n) {
-    u32 expert = p.list[tile.matrix];
+template <Then THEN> DEVICE Blocks blocks(const Gemm &p, const Tile &tile, int first_n, int thread) {
+    int row = thread / 2, half = row / (TILE_N / 2), m = THEN == GATED ? half : 0;
+    // Rows beyond the end repeat the last one.
+    int n = min(first_n + (THEN == GATED ? row % (TILE_N / 2) : row), p.n - 1);
     Blocks out;
-    out.row_bytes = (long)(p.k / TYPE::LEN) * TYPE::BYTES;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        int m = THEN == GATED ? half : 0, n = first_n + (THEN == GATED ? 0 : half * TILE_N / 2);
-        out.first[half] = p.blocks[m] + expert * p.strides[m] + n * out.row_bytes;
-        out.most[half] = max(p.n - 1 - n, -n);
-    }
+    out.row = expert_at(p.blocks[m], p.strides[m], p.places[m], p.list[tile.matrix]) +
+              n * ((long)(p.k / TYPE::LEN) * TYPE::BYTES);
     return out;
 }
 
-/// Where the blocks of a row of the tile begin, from number `k` on. Rows beyond the end repeat the last one.
-DEVICE const u8 *block_row(const Blocks &from, int row, int k) {
-    bool second = row >= TILE_N / 2;
-    int local = min(row % (TILE_N / 2), second ? from.most[1] : from.most[0]);
-    return (second ? from.first[1] : from.first[0]) + local * from.row_bytes + k / SPAN * SPAN_BYTES;
-}
-
-/// Copies the span that begins at k of the row this thread and its neighbour decode.
-DEVICE void fill_span(const Blocks &from, u32 shared, int thread, int k) {
-    int row = thread / 2;
-    u32 to = shared + SPANS_AT + k / SPAN % 2 * SPANS + row * WINDOW;
-    const u8 *at = (const u8 *)((u64)block_row(from, row, k) & ~15ull);
-    for (int i = thread % 2; i < WINDOW / 16; i += 2) copy_16(to + i * 16, at + i * 16, true);
+/// Copies the span that begins at k of a row, to one of the two buffers: a window of whole words around it.
+DEVICE void fill_span(const Blocks &from, u32 shared, int thread, int k, int buffer) {
+    u32 to = shared + SPANS_AT + buffer * SPANS + thread / 2 * WINDOW;
+    const u8 *at = (const u8 *)((u64)(from.row + k / SPAN * SPAN_BYTES) & ~15ull);
+#pragma unroll
+    for (int i = 0; i < (WINDOW / 16 + 1) / 2; i++) {
+        int word = 2 * i + thread % 2;
+        if (word < WINDOW / 16) copy_16(to + word * 16, at + word * 16, true);
+    }
 }
 
 /// Decodes the numbers k .. k + 64 of the tile of b; zeros from `end` on.
-DEVICE void fill_decoded(const Blocks &from, const u8 *shared, int thread, u32 stage, int k, int end) {
+DEVICE void fill_decoded(const Blocks &from, const u8 *shared, int thread, u32 stage, int k, int end, int buffer) {
     int row = thread / 2, half = thread % 2;
-    u32 misaligned = (u32)(u64)block_row(from, row, k) & 15;
-    const u8 *span = shared + SPANS_AT + k / SPAN % 2 * SPANS + row * WINDOW + misaligned;
-    u32 run = (u32)k % SPAN / 32 + half;
-    uint4 numbers[4];
+    u32 misaligned = ((u32)(u64)from.row + k / SPAN * SPAN_BYTES) & 15;
+    const u8 *span = shared + SPANS_AT + buffer * SPANS + row * WINDOW + misaligned;
+    u32 numbers[16];
     if (k + half * 32 < end) {
         // All loads before all stores: they are many and slow.
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            u32 group = run * 4 + i;
-            float w[8];
-            TYPE::decode(span + group / (TYPE::LEN / 8) * TYPE::BYTES, group % (TYPE::LEN / 8), w);
-            numbers[i] = make_uint4(bf16_pair(w[0], w[1]), bf16_pair(w[2], w[3]), bf16_pair(w[4], w[5]), bf16_pair(w[6], w[7]));
-        }
+        Run<TYPE>::decode(span, (u32)k % SPAN / 32 + half, (const u32 *)(shared + TABLE_AT), numbers);
     } else {
-        for (int i = 0; i < 4; i++) numbers[i] = make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < 16; i++) numbers[i] = 0;
     }
+    u32 to = stage + A_BYTES + row * 128 + ((half * 4) ^ (row & 4)) * 16, swizzle = (row & 3) * 16;
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-        u32 at = stage + A_BYTES + row * 128 + ((half * 4 + i) ^ row % 8) * 16;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(numbers[i].x), "r"(numbers[i].y),
-                     "r"(numbers[i].z), "r"(numbers[i].w)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + (i * 16 ^ swizzle)), "r"(numbers[4 * i]),
+                     "r"(numbers[4 * i + 1]), "r"(numbers[4 * i + 2]), "r"(numbers[4 * i + 3])
                      : "memory");
     }
-    stores_fence();
 }
+
+DEVICE void fill_table(u8 *shared) { Run<TYPE>::fill_table((u32 *)(shared + TABLE_AT)); }
 
 #else
 
 const bool BLOCKS_OF_TYPE = false;
 const int SPAN = 4 * STEP, BARRIERS_AT = STAGES * STAGE_BYTES;
 struct Blocks {};
-template <Then THEN> DEVICE Blocks blocks(const Gemm &, const Tile &, int) { return Blocks(); }
-DEVICE void fill_span(const Blocks &, u32, int, int) {}
-DEVICE void fill_decoded(const Blocks &, const u8 *, int, u32, int, int) {}
+template <Then THEN> DEVICE Blocks blocks(const Gemm &, const Tile &, int, int) { return Blocks(); }
+DEVICE void fill_span(const Blocks &, u32, int, int, int) {}
+DEVICE void fill_decoded(const Blocks &, const u8 *, int, u32, int, int, int) {}
+DEVICE void fill_table(u8 *) {}
 
 #endif
 
@@ -315,8 +304,8 @@ DEVICE void fill(const Gemm &p, const Sources &from, const u16 *b, int thread, u
     u32 to = stage + row * 128 + (chunk ^ row % 8) * 16;
 #pragma unroll
     for (int i = 0; i < TILE_M / ROWS_AT_ONCE; i++) {
-        bool valid = inside && from.a_valid >> i & 1;
-        if (i < from.a_count) copy_16(to + i * ROWS_AT_ONCE * 128, p.a + from.a[i] + k, valid);
+        if (i >= from.a_count) break;
+        copy_16(to + i * ROWS_AT_ONCE * 128, p.a + from.a[i] + k, inside && from.a_valid >> i & 1);
     }
     if (BLOCKS_OF_TYPE) return;
 #pragma unroll
@@ -326,36 +315,33 @@ DEVICE void fill(const Gemm &p, const Sources &from, const u16 *b, int thread, u
     }
 }
 
-/// Brings all steps of a tile.
+/// Brings all steps of a tile, and the first span of the blocks of the tile `after` it, if there is one. `spans` spans have
+/// been decoded before.
 template <Then THEN, bool GROUPED>
-DEVICE void produce(const Gemm &p, const Tile &tile, int first_n, const u8 *shared, Ring &ring) {
+DEVICE void produce(const Gemm &p, const Tile &tile, int first_n, const u8 *shared, Ring &ring, const Blocks &coded,
+                    const Blocks &after, bool follows, int &spans) {
     int thread = threadIdx.x - CONSUMERS;
     Sources from;
     sources<THEN, GROUPED>(from, p, tile, first_n, thread);
-    Blocks coded = blocks<THEN>(p, tile, first_n);
     const u16 *b = p.b + tile.matrix * p.matrix;
-    if (BLOCKS_OF_TYPE) {
-        __syncwarp();
-        fill_span(coded, ring.base, thread, 0);
-        copies_commit();
-        copies_wait<0>();
-        __syncwarp();
-    }
     for (int k = 0; k < p.k; k += STEP, ring.count++) {
         u32 stage = Ring::stage(ring), full = ring.full + Ring::offset(ring.count);
         barrier_wait(ring.empty + Ring::offset(ring.count), Ring::parity(ring) ^ 1);
         if (BLOCKS_OF_TYPE) {
-            if (k > 0 && k % SPAN == 0) {
-                // Copied SPAN / STEP steps ago.
-                copies_wait<SPAN / STEP - 1>();
+            if (k % SPAN == 0) {
+                // Copied SPAN / STEP steps ago, but for the first and those behind a short one.
+                if (spans == 0 || (k == 0 && p.k % SPAN != 0)) copies_wait<0>();
+                else copies_wait<SPAN / STEP - 1>();
                 __syncwarp();
             }
-            fill_decoded(coded, shared, thread, stage, k, p.k);
+            fill_decoded(coded, shared, thread, stage, k, p.k, spans % 2);
             barrier_arrive(full);
-            if (k % SPAN == 0 && k + SPAN < p.k) {
+            if (k % SPAN == 0) {
                 __syncwarp();
-                fill_span(coded, ring.base, thread, k + SPAN);
+                if (k + SPAN < p.k) fill_span(coded, ring.base, thread, k + SPAN, (spans + 1) % 2);
+                else if (follows) fill_span(after, ring.base, thread, 0, (spans + 1) % 2);
             }
+            if (k % SPAN == SPAN - STEP || k + STEP >= p.k) spans++;
         }
         fill(p, from, b, thread, stage, k);
         copies_commit();
@@ -363,16 +349,14 @@ DEVICE void produce(const Gemm &p, const Tile &tile, int first_n, const u8 *shar
     }
 }
 
-/// What becomes of two neighbouring sums of a row.
+/// What becomes of two neighbouring sums of a row; `pair` and `weight` are those of PAIRS.
 template <Then THEN, bool GROUPED>
-DEVICE void finish(const Gemm &p, const Tile &tile, int row, int n, float x, float y) {
+DEVICE void finish(const Gemm &p, const Tile &tile, int row, int n, float x, float y, u32 pair, float weight) {
     long at = tile.first + row;
     if (THEN == PAIRS) {
-        u32 pair = pair_at(p, tile, row);
-        float scale = p.scale[pair];
         u16 *to = (u16 *)p.out + (long)pair * p.out_stride + n;
-        if (n + 1 < p.n) *(u32 *)to = bf16_pair(x * scale, y * scale);
-        else *to = bf16(x * scale);
+        if (n + 1 < p.n) *(u32 *)to = bf16_pair(x * weight, y * weight);
+        else *to = bf16(x * weight);
         return;
     }
     float *to = (float *)p.out + at * p.out_stride + n;
@@ -399,6 +383,7 @@ DEVICE void consume(const Gemm &p, const Tile &tile, int first_n, Ring &ring) {
     int first = ring.count;
     for (int k = 0; k < p.k; k += STEP, ring.count++) {
         barrier_wait(ring.full + Ring::offset(ring.count), Ring::parity(ring));
+        if (BLOCKS_OF_TYPE) stores_fence();
         products_begin();
         products<BLOCKS>(c, Ring::stage(ring), group);
         products_wait<1>();
@@ -424,11 +409,13 @@ DEVICE void consume(const Gemm &p, const Tile &tile, int first_n, Ring &ring) {
                     else if (n < p.n) *to = bf16(x);
                 }
             } else {
+                u32 pair = THEN == PAIRS ? pair_at(p, tile, row) : 0;
+                float weight = THEN == PAIRS ? p.scale[pair] : 1.0f;
 #pragma unroll
                 for (int j = 0; j < TILE_N / 8; j++) {
                     int n = first_n + j * 8 + lane % 4 * 2;
                     const float *sum = c[i] + 4 * j + 2 * half;
-                    if (n < p.n) finish<THEN, GROUPED>(p, tile, row, n, sum[0], sum[1]);
+                    if (n < p.n) finish<THEN, GROUPED>(p, tile, row, n, sum[0], sum[1], pair, weight);
                 }
             }
         }
@@ -443,7 +430,7 @@ DEVICE void skip(const Gemm &p, Ring &ring) {
     }
 }
 
-/// Tiles of 256 rows, or of an expert's pairs.
+/// Tiles of some rows, or of an expert's pairs.
 template <Then THEN, bool GROUPED> struct Tiles {
     static const int WIDTH = THEN == GATED ? TILE_N / 2 : TILE_N;
     int columns, rows;
@@ -451,7 +438,7 @@ template <Then THEN, bool GROUPED> struct Tiles {
     DEVICE Tiles of(const Gemm &p) {
         Tiles tiles;
         tiles.columns = (p.n + WIDTH - 1) / WIDTH;
-        tiles.rows = GROUPED ? *p.count : (p.m + TILE_M - 1) / TILE_M;
+        tiles.rows = GROUPED ? *p.count : (p.m + p.tile_rows - 1) / p.tile_rows;
         return tiles;
     }
 
@@ -461,8 +448,8 @@ template <Then THEN, bool GROUPED> struct Tiles {
         first_n = (GROUPED ? t % tiles.columns : t / tiles.rows) * WIDTH;
         if (GROUPED) return p.tiles[r];
         Tile tile;
-        tile.first = r * TILE_M;
-        tile.rows = min(TILE_M, p.m - tile.first);
+        tile.first = r * p.tile_rows;
+        tile.rows = min(p.tile_rows, p.m - tile.first);
         tile.matrix = 0;
         return tile;
     }
@@ -477,6 +464,7 @@ template <Then THEN, bool GROUPED> DEVICE void gemm(const Gemm &p) {
     ring.full = ring.base + BARRIERS_AT;
     ring.empty = ring.full + STAGES * 8;
     ring.count = 0;
+    fill_table(shared);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(ring.full + 8 * i, BLOCKS_OF_TYPE ? 2 * PRODUCERS : PRODUCERS);
@@ -488,9 +476,23 @@ template <Then THEN, bool GROUPED> DEVICE void gemm(const Gemm &p) {
     int count = all.rows * all.columns, first_n;
     if (threadIdx.x >= CONSUMERS) {
         registers<false>();
+        int spans = 0, next_n = 0;
+        Tile tile, next;
+        Blocks coded, after;
+        if ((int)blockIdx.x < count) {
+            tile = All::at(all, p, blockIdx.x, first_n);
+            coded = blocks<THEN>(p, tile, first_n, threadIdx.x - CONSUMERS);
+            fill_span(coded, ring.base, threadIdx.x - CONSUMERS, 0, 0);
+            copies_commit();
+        }
         for (int t = blockIdx.x; t < count; t += gridDim.x) {
-            Tile tile = All::at(all, p, t, first_n);
-            produce<THEN, GROUPED>(p, tile, first_n, shared, ring);
+            bool follows = t + (int)gridDim.x < count;
+            if (follows) {
+                next = All::at(all, p, t + gridDim.x, next_n);
+                after = blocks<THEN>(p, next, next_n, threadIdx.x - CONSUMERS);
+            }
+            produce<THEN, GROUPED>(p, tile, first_n, shared, ring, coded, after, follows, spans);
+            tile = next, first_n = next_n, coded = after;
         }
         copies_wait<0>();
     } else {

@@ -49,60 +49,24 @@ KERNEL void rms_norm(Norm p) {
 }
 
 struct Route {
-    const float *logits; // [rows, experts]
+    const float *logits; // rows of `stride` numbers, of which the first are of experts
     u32 *ids;            // [rows, used]
     float *weights;      // [rows, used]
     u32 *order;          // [rows, used]
     int *counts;         // [experts]: pairs of each, added to; may be null
-    int rows, experts, used;
+    int rows, experts, used, stride; // used: at most 32
 };
 
-/// Softmax over all experts, the largest ones by falling weight (ties to the lower number), their weights brought to a
-/// sum of 1, and their order by ascending number. A warp for each row; shared memory: warps · (experts + 2 used).
+/// The experts of each row, and how many rows each has. Grid: rows / warps; a warp for each row; shared memory: warps ·
+/// experts numbers.
 KERNEL void route(Route p) {
-    extern __shared__ float room[];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    long row = (long)blockIdx.x * (blockDim.x / 32) + warp;
+    long row = (long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= p.rows) return;
-    float *scores = room + warp * (p.experts + 2 * p.used), *best = scores + p.experts;
-    u32 *chosen = (u32 *)(best + p.used);
-    float largest = -3.0e38f, sum = 0.0f;
-    for (int e = lane; e < p.experts; e += 32) largest = fmaxf(largest, p.logits[row * p.experts + e]);
-    for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    for (int e = lane; e < p.experts; e += 32) {
-        scores[e] = expf(p.logits[row * p.experts + e] - largest);
-        sum += scores[e];
-    }
-    sum = warp_sum(sum);
-    for (int e = lane; e < p.experts; e += 32) scores[e] /= sum;
-    float total = 0.0f;
-    for (int i = 0; i < p.used; i++) {
-        float value = -1.0f;
-        u32 id = p.experts;
-        for (int e = lane; e < p.experts; e += 32) {
-            if (scores[e] > value) value = scores[e], id = e;
-        }
-        for (int step = 16; step > 0; step /= 2) {
-            float other = __shfl_xor_sync(~0u, value, step);
-            u32 other_id = __shfl_xor_sync(~0u, id, step);
-            if (other > value || (other == value && other_id < id)) value = other, id = other_id;
-        }
-        // Logits that are not numbers choose nothing: the lowest experts stand in, and the result shows it.
-        if (id >= p.experts) id = i, value = __int_as_float(0x7fffffff);
-        if (id % 32 == lane) scores[id] = -2.0f;
-        if (lane == 0) best[i] = value, chosen[i] = id;
-        total += value;
-        __syncwarp();
-    }
-    for (int i = lane; i < p.used; i += 32) {
-        long at = row * p.used + i;
-        int rank = 0;
-        for (int j = 0; j < p.used; j++) rank += chosen[j] < chosen[i] || (chosen[j] == chosen[i] && j < i);
-        p.ids[at] = chosen[i];
-        p.weights[at] = best[i] / total;
-        p.order[row * p.used + rank] = i;
-        if (p.counts) atomicAdd(p.counts + chosen[i], 1);
-    }
+    extern __shared__ u32 keys[];
+    u32 *ids = p.ids + row * p.used, *own = keys + threadIdx.x / 32 * p.experts;
+    choose(p.logits + row * p.stride, p.experts, p.used, own, ids, p.weights + row * p.used, p.order + row * p.used);
+    __syncwarp();
+    if (p.counts && threadIdx.x % 32 < p.used) atomicAdd(p.counts + ids[threadIdx.x % 32], 1);
 }
 
 struct Group {

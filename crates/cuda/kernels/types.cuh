@@ -38,21 +38,28 @@ DEVICE void shifted_row(u64 row, float scale, float delta, float out[8]) {
 struct F32 {
     static const int LEN = 8, BYTES = 32;
     DEVICE void decode(const u8 *block, u32, float out[8]) {
-        for (int i = 0; i < 8; i++) out[i] = ((const float *)block)[i];
+        float4 a = ((const float4 *)block)[0], b = ((const float4 *)block)[1];
+        out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w, out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
     }
 };
 
 struct F16 {
     static const int LEN = 8, BYTES = 16;
     DEVICE void decode(const u8 *block, u32, float out[8]) {
-        for (int i = 0; i < 8; i++) out[i] = half_at(block, 2 * i);
+        uint4 all = *(const uint4 *)block;
+        u32 pairs[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) out[i] = f16_value((u16)(pairs[i / 2] >> (i % 2 * 16)));
     }
 };
 
 struct BF16 {
     static const int LEN = 8, BYTES = 16;
     DEVICE void decode(const u8 *block, u32, float out[8]) {
-        for (int i = 0; i < 8; i++) out[i] = bf16_value((u16)half_word(block, 2 * i));
+        uint4 all = *(const uint4 *)block;
+        u32 pairs[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) out[i] = bf16_value((u16)(pairs[i / 2] >> (i % 2 * 16)));
     }
 };
 

@@ -6,7 +6,8 @@ use cudarc::driver::DriverError;
 use model::{AttentionWeights, GRID, Mixer};
 
 use crate::Cuda;
-use crate::linear::{Rows, Then};
+use crate::few::{Input, side_by_side};
+use crate::linear::Then;
 use crate::open::{Open, attention_columns};
 use crate::weights::Matrix;
 
@@ -100,12 +101,16 @@ impl Cuda {
     }
 
     pub(crate) fn attn_project_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
-        let x = self.mixer_input(open, layer, &rows)?;
         let weights = self.attention_weights(layer);
         let matrices = [weights.query, weights.gate, weights.key, weights.value];
-        let projected = open.buffers.projected.at();
-        let out = (projected, attention_columns(&self.model.spec));
-        self.linear(open.single, &matrices, x, out, Then::Store)?;
+        let (projected, stride) = (open.buffers.projected.at(), attention_columns(&self.model.spec));
+        if open.single {
+            let input = self.few_input(open, layer, &rows);
+            self.few(&side_by_side(&matrices, projected), input, stride, false)?;
+        } else {
+            let x = self.mixer_input(open, layer, &rows)?;
+            self.gemm(&matrices, x, (projected, stride), Then::Store)?;
+        }
         let spec = &self.model.spec;
         let attention = &spec.attention;
         let p = Prepare {
@@ -148,8 +153,7 @@ impl Cuda {
 
     fn attn_mix_single(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
         let attention = self.model.spec.attention;
-        let longest = open.pass.runs[rows.clone()].iter().map(|run| run.start).max().unwrap_or(0);
-        let blocks = longest / GRID + 1;
+        let blocks = open.blocks;
         let bytes = 4 * rows.len() * attention.heads * blocks * (attention.head_dim + 2);
         let p = Single {
             shape: self.attention_shape(layer),
@@ -169,9 +173,13 @@ impl Cuda {
     }
 
     pub(crate) fn attn_out_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
-        let (out, hidden) = (self.attention_weights(layer).out, self.model.spec.hidden);
-        let to = open.buffers.hidden.at() + 4 * (rows.start * hidden) as u64;
-        let x = Rows { at: open.buffers.mixed.at(), count: rows.len() };
-        self.linear(open.single, &[out], x, (to, hidden), Then::Add)
+        let x = Input::Numbers(open.buffers.mixed.at());
+        self.mixer_output(open, self.attention_weights(layer).out, rows, x)
     }
+}
+
+/// Blocks of keys that are provided for in passes whose longest sequence has `blocks`: few different numbers, so that a
+/// recorded pass serves many positions.
+pub(crate) fn provided(blocks: usize) -> usize {
+    if blocks <= 64 { blocks.next_power_of_two().max(8) } else { blocks.next_multiple_of(64) }
 }

@@ -1,33 +1,77 @@
 //! The interface to the engine: books of passes, and each stage handed to its file.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use cudarc::driver::DriverError;
 use model::state::{SequenceId, Snapshot};
-use model::{Backend, Capabilities, Error, Intermediate, Matrix, Pass, PassId, Result, Stage, Wave};
+use model::{
+    Backend, Capabilities, Error, GRID, Intermediate, Matrix, Pass, PassId, Result, SlotMemory, Stage, Wave,
+};
 
+use crate::attention::provided;
 use crate::driver::Event;
+use crate::graph::Call;
 use crate::open::{Buffers, Open, attention_columns, delta_columns};
 use crate::{Cuda, fail};
 
 impl Cuda {
-    /// Takes an open pass out of the books, does `work` with it and notes the stage.
-    fn stage<T>(
-        &mut self,
-        pass: PassId,
-        (stage, layer, rows): (Stage, usize, Range<usize>),
-        work: impl FnOnce(&mut Cuda, &mut Open) -> Result<T>,
-    ) -> Result<T> {
+    /// Calls a stage, or puts the call off.
+    fn call(&mut self, pass: PassId, call: Call) -> Result<()> {
         let mut open = self.take(pass)?;
-        let whole = matches!(stage, Stage::Experts | Stage::Head);
-        let rows = if whole { 0..open.pass.rows() } else { rows };
+        let whole = matches!(call.stage, Stage::Experts | Stage::Head);
+        let rows = if whole { 0..open.pass.rows() } else { call.rows.clone() };
         let fits = rows.end <= open.pass.rows() && (whole || rows.len() <= self.capabilities.block_rows);
+        let at = (call.stage, rows.clone());
         let result = if fits {
-            self.timed((stage, layer), |cuda| work(cuda, &mut open))
+            self.now_or_later(&mut open, Call { rows, ..call })
         } else {
             Err(Error::Pass(format!("rows {rows:?} of a pass of {} rows", open.pass.rows())))
         };
-        open.last = result.is_ok().then_some((stage, rows));
+        open.last = result.is_ok().then_some(at);
+        self.passes[pass.0 as usize] = Some(open);
+        result
+    }
+
+    fn now_or_later(&mut self, open: &mut Open, call: Call) -> Result<()> {
+        if open.deferred.is_some() {
+            if self.can_record(&call) {
+                open.deferred.get_or_insert_default().push(call);
+                return Ok(());
+            }
+            self.bind("graph")?;
+            self.flush(open)?;
+        }
+        let (stage, layer) = (call.stage, call.layer);
+        if let Some(wave) = &call.wave {
+            self.check_wave(open, layer, wave)?;
+        }
+        self.timed((stage, layer), |cuda| cuda.enqueue(open, &call).map_err(fail(stage.name(), layer)))
+    }
+
+    /// The work of a stage.
+    pub(crate) fn enqueue(&mut self, open: &mut Open, call: &Call) -> std::result::Result<(), DriverError> {
+        let Call { layer, rows, wave, .. } = call.clone();
+        match call.stage {
+            Stage::Embed => self.embed_rows(open, rows),
+            Stage::DeltaProject => self.delta_project_rows(open, layer, rows),
+            Stage::DeltaMix => self.delta_mix_rows(open, layer, rows),
+            Stage::DeltaOut => self.delta_out_rows(open, layer, rows),
+            Stage::AttnProject => self.attn_project_rows(open, layer, rows),
+            Stage::AttnMix => self.attn_mix_rows(open, layer, rows),
+            Stage::AttnOut => self.attn_out_rows(open, layer, rows),
+            Stage::Route => self.route_rows(open, layer, rows),
+            Stage::Shared => self.shared_rows(open, layer, rows),
+            Stage::Experts => self.expert_rows(open, layer, &wave.expect("experts come with a wave")),
+            Stage::Head => self.head_rows(open),
+        }
+    }
+
+    /// Enqueues what was put off of a pass, with the context current.
+    fn settle(&mut self, pass: PassId, what: &'static str) -> Result<()> {
+        self.bind(what)?;
+        let mut open = self.take(pass)?;
+        let result = self.flush(&mut open);
         self.passes[pass.0 as usize] = Some(open);
         result
     }
@@ -126,9 +170,22 @@ impl Backend for Cuda {
                 return Err(fail("begin", 0)(error));
             }
         };
-        let (routed, grouped, last) = (0, false, None);
-        let open = Open { pass: pass.clone(), state, single, last, routed, grouped, tables, buffers };
-        let rotated = self.rotations(&open);
+        let longest = pass.runs.iter().map(|run| run.start).max().unwrap_or(0);
+        let mut open = Open {
+            pass: pass.clone(),
+            state,
+            single,
+            last: None,
+            routed: 0,
+            grouped: false,
+            summed: false,
+            blocks: provided(longest / GRID + 1),
+            deferred: None,
+            tables,
+            buffers,
+        };
+        open.deferred = self.can_defer(&open).then(Vec::new);
+        let rotated = if open.deferred.is_some() { Ok(()) } else { self.rotations(&open) };
         let free = self.passes.iter().position(Option::is_none);
         let index = free.unwrap_or_else(|| {
             self.passes.push(None);
@@ -146,6 +203,7 @@ impl Backend for Cuda {
     }
 
     fn commit(&mut self, pass: PassId) -> Result<()> {
+        self.settle(pass, "commit")?;
         let Open { pass, state, buffers, .. } = *self.take(pass)?;
         self.state.table.commit(&pass, state);
         self.spare.push(buffers);
@@ -161,72 +219,84 @@ impl Backend for Cuda {
     }
 
     fn embed(&mut self, pass: PassId, rows: Range<usize>) -> Result<()> {
-        let at = (Stage::Embed, 0, rows.clone());
-        self.stage(pass, at, |cuda, open| cuda.embed_rows(open, rows).map_err(fail("embed", 0)))
+        self.call(pass, Call { stage: Stage::Embed, layer: 0, rows, wave: None })
     }
 
     fn delta_project(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {
-        self.simple(pass, (Stage::DeltaProject, layer, rows), |c, o, l, r| c.delta_project_rows(o, l, r))
+        self.call(pass, Call { stage: Stage::DeltaProject, layer, rows, wave: None })
     }
 
     fn delta_mix(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {
-        self.simple(pass, (Stage::DeltaMix, layer, rows), |c, o, l, r| c.delta_mix_rows(o, l, r))
+        self.call(pass, Call { stage: Stage::DeltaMix, layer, rows, wave: None })
     }
 
     fn delta_out(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {
-        self.simple(pass, (Stage::DeltaOut, layer, rows), |c, o, l, r| c.delta_out_rows(o, l, r))
+        self.call(pass, Call { stage: Stage::DeltaOut, layer, rows, wave: None })
     }
 
     fn attn_project(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {
-        self.simple(pass, (Stage::AttnProject, layer, rows), |c, o, l, r| c.attn_project_rows(o, l, r))
+        self.call(pass, Call { stage: Stage::AttnProject, layer, rows, wave: None })
     }
 
     fn attn_mix(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {
-        self.simple(pass, (Stage::AttnMix, layer, rows), |c, o, l, r| c.attn_mix_rows(o, l, r))
+        self.call(pass, Call { stage: Stage::AttnMix, layer, rows, wave: None })
     }
 
     fn attn_out(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {
-        self.simple(pass, (Stage::AttnOut, layer, rows), |c, o, l, r| c.attn_out_rows(o, l, r))
+        self.call(pass, Call { stage: Stage::AttnOut, layer, rows, wave: None })
     }
 
     fn route(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {
-        self.simple(pass, (Stage::Route, layer, rows), |c, o, l, r| c.route_rows(o, l, r))
+        self.call(pass, Call { stage: Stage::Route, layer, rows, wave: None })
     }
 
     fn shared(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {
-        self.simple(pass, (Stage::Shared, layer, rows), |c, o, l, r| c.shared_rows(o, l, r))
+        self.call(pass, Call { stage: Stage::Shared, layer, rows, wave: None })
     }
 
     fn routes(&mut self, pass: PassId, layer: usize) -> Result<Vec<u32>> {
-        self.bind("route")?;
+        self.settle(pass, "route")?;
         self.chosen(self.get(pass)?).map_err(fail("route", layer))
     }
 
     fn experts(&mut self, pass: PassId, layer: usize, wave: &Wave) -> Result<()> {
-        self.stage(pass, (Stage::Experts, layer, 0..0), |cuda, open| cuda.expert_rows(open, layer, wave))
+        self.call(pass, Call { stage: Stage::Experts, layer, rows: 0..0, wave: Some(wave.clone()) })
+    }
+
+    fn slot_memory(&mut self, bytes: usize) -> Result<(u32, Arc<dyn SlotMemory>)> {
+        self.bind("experts")?;
+        self.add_arena(bytes)
+    }
+
+    fn predict(&mut self, pass: PassId, layer: usize, margin: usize) -> Result<Option<Vec<u32>>> {
+        self.settle(pass, "route")?;
+        let open = self.take(pass)?;
+        let likely = self.likely(&open, layer, margin);
+        self.passes[pass.0 as usize] = Some(open);
+        likely.map_err(fail("route", layer))
     }
 
     fn head(&mut self, pass: PassId) -> Result<()> {
         let layer = self.model.spec.layers.len();
-        self.stage(pass, (Stage::Head, layer, 0..0), |cuda, open| {
-            cuda.head_rows(open).map_err(fail("head", layer))
-        })
+        self.call(pass, Call { stage: Stage::Head, layer, rows: 0..0, wave: None })
     }
 
     fn logits(&mut self, pass: PassId) -> Result<Matrix> {
-        self.bind("head")?;
+        self.settle(pass, "head")?;
         let open = self.get(pass)?;
         match &open.last {
             Some((Stage::Head, _)) => {
-                let (count, vocab) = (open.pass.logits.len(), self.model.spec.vocab);
-                self.read_rows(open.buffers.logits.at(), vocab, count, vocab).map_err(fail("head", 0))
+                let (rows, cols, at) =
+                    (open.pass.logits.len(), self.model.spec.vocab, open.buffers.logits.at());
+                let data = self.land(at, rows * cols).map_err(fail("head", 0))?;
+                Ok(Matrix { rows, cols, data })
             }
             _ => Err(Error::Pass("logits are read after the head".to_string())),
         }
     }
 
     fn hidden(&mut self, pass: PassId) -> Result<Matrix> {
-        self.bind("head")?;
+        self.settle(pass, "head")?;
         let open = self.get(pass)?;
         match &open.last {
             Some((Stage::Head, _)) => {
@@ -241,11 +311,11 @@ impl Backend for Cuda {
         if what == Intermediate::Logits {
             return self.logits(pass).map(Some);
         }
-        self.bind("read")?;
+        self.settle(pass, "read")?;
         let open = self.get(pass)?;
         match &open.last {
             Some((stage, rows)) if stage.intermediates().contains(&what) => {
-                self.intermediate(open, what, rows.clone()).map(Some).map_err(fail(stage.name(), 0))
+                self.intermediate(open, what, rows.clone()).map_err(fail(stage.name(), 0))
             }
             _ => Ok(None),
         }
@@ -258,16 +328,16 @@ impl Backend for Cuda {
 }
 
 impl Cuda {
-    /// A stage that works on some rows of a layer.
-    fn simple(
-        &mut self,
-        pass: PassId,
-        (stage, layer, rows): (Stage, usize, Range<usize>),
-        work: fn(&mut Cuda, &mut Open, usize, Range<usize>) -> std::result::Result<(), DriverError>,
-    ) -> Result<()> {
-        self.stage(pass, (stage, layer, rows.clone()), |cuda, open| {
-            work(cuda, open, layer, rows).map_err(fail(stage.name(), layer))
-        })
+    /// Numbers of the GPU, by way of pinned memory. Waits.
+    fn land(&mut self, at: u64, len: usize) -> std::result::Result<Vec<f32>, DriverError> {
+        let device = self.device.clone();
+        let mut landing = match self.landing.take().filter(|landing| landing.bytes >= 4 * len) {
+            Some(landing) => landing,
+            None => device.pinned(4 * len)?,
+        };
+        let result = device.download_by(at, len, &mut landing);
+        self.landing = Some(landing);
+        result
     }
 
     /// A value left by the stage called last, which is the one that makes it.
@@ -276,7 +346,7 @@ impl Cuda {
         open: &Open,
         what: Intermediate,
         rows: Range<usize>,
-    ) -> std::result::Result<Matrix, DriverError> {
+    ) -> std::result::Result<Option<Matrix>, DriverError> {
         use Intermediate as I;
         let (spec, buffers, count) = (&self.model.spec, &open.buffers, rows.len());
         let (delta, attention) = (&spec.delta, &spec.attention);
@@ -287,16 +357,14 @@ impl Cuda {
         };
         let of_delta = |first, cols| of_block(delta_columns(spec), first, cols);
         let of_attention = |first, cols| of_block(attention_columns(spec), first, cols);
-        let mixed = |cols: usize| {
-            let at = buffers.mixed.at();
-            if open.single {
-                self.read_rows(at, cols, count, cols)
-            } else {
-                self.read_rounded(at, count, cols)
-            }
-        };
+        let mixed = |cols: usize| self.read_rounded(buffers.mixed.at(), count, cols);
+        if open.single && matches!(what, I::RouteWeights | I::RouteIds) {
+            self.chosen_single(open)?;
+        }
         let (queries, keys, channels) = (attention.query_dim(), attention.kv_dim(), delta.channels());
-        match what {
+        let found = match what {
+            // Computed together with the routed experts.
+            I::SharedOut | I::DeltaMixed if open.single => return Ok(None),
             I::Embedded | I::DeltaHidden | I::AttnHidden | I::ExpertsHidden => {
                 of_pass(buffers.hidden.at(), spec.hidden)
             }
@@ -319,6 +387,7 @@ impl Cuda {
             I::AttnValue => of_attention(2 * queries + keys, keys),
             I::AttnMixed => mixed(queries),
             I::Logits => unreachable!("logits are read by `logits`"),
-        }
+        };
+        found.map(Some)
     }
 }

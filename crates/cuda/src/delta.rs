@@ -6,6 +6,7 @@ use cudarc::driver::DriverError;
 use model::{DeltaWeights, GRID, Mixer};
 
 use crate::Cuda;
+use crate::few::{Input, Output, side_by_side};
 use crate::linear::{Rows, Then};
 use crate::open::{Open, delta_columns};
 use crate::sources::{scan_shared, scan_stages};
@@ -84,6 +85,7 @@ struct Tail {
     weight: u64,
     out: u64,
     eps: f32,
+    rows: i32,
 }
 
 #[derive(Clone, Copy)]
@@ -94,12 +96,10 @@ struct Single {
     weights: u64,
     a: u64,
     dt_bias: u64,
-    norm: u64,
     from: u64,
     to: u64,
     offset: i64,
     out: u64,
-    eps: f32,
 }
 
 /// Some rows of one sequence, and the state they start from and leave.
@@ -133,17 +133,47 @@ impl Cuda {
     }
 
     pub(crate) fn delta_project_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
-        let x = self.mixer_input(open, layer, &rows)?;
         let DeltaWeights { qkv, z, beta_alpha, .. } = self.delta_weights(layer);
-        let out = (open.buffers.projected.at(), delta_columns(&self.model.spec));
-        self.linear(open.single, &[qkv, z, beta_alpha], x, out, Then::Store)
+        let (out, stride) = (open.buffers.projected.at(), delta_columns(&self.model.spec));
+        if open.single {
+            let outputs = side_by_side(&[qkv, z, beta_alpha], out);
+            let [qkv, z, beta_alpha] = outputs[..] else { unreachable!("three matrices") };
+            let outputs = [qkv, z, Output { exact: true, ..beta_alpha }];
+            return self.few(&outputs, self.few_input(open, layer, &rows), stride, false);
+        }
+        let x = self.mixer_input(open, layer, &rows)?;
+        self.gemm(&[qkv, z, beta_alpha], x, (out, stride), Then::Store)
     }
 
     pub(crate) fn delta_out_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
-        let (out, hidden) = (self.delta_weights(layer).out, self.model.spec.hidden);
+        let weights = self.delta_weights(layer);
+        let (delta, stride) = (&self.model.spec.delta, delta_columns(&self.model.spec));
+        let x = Input::Heads {
+            x: open.buffers.mixed.at(),
+            weight: weights.norm,
+            head: delta.head_dim,
+            gate: open.buffers.projected.at() + 4 * delta.channels() as u64,
+            stride,
+        };
+        self.mixer_output(open, weights.out, rows, x)
+    }
+
+    /// hidden += mixed · weightsᵀ; `single` is what passes of single rows multiply.
+    pub(crate) fn mixer_output(
+        &mut self,
+        open: &Open,
+        matrix: Matrix,
+        rows: Range<usize>,
+        single: Input,
+    ) -> Done {
+        let hidden = self.model.spec.hidden;
         let to = open.buffers.hidden.at() + 4 * (rows.start * hidden) as u64;
         let x = Rows { at: open.buffers.mixed.at(), count: rows.len() };
-        self.linear(open.single, &[out], x, (to, hidden), Then::Add)
+        if open.single {
+            let output = Output { matrix, out: to, exact: false };
+            return self.few(&[output], (single, x.count), hidden, true);
+        }
+        self.gemm(&[matrix], x, (to, hidden), Then::Add)
     }
 
     pub(crate) fn delta_mix_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
@@ -209,8 +239,8 @@ impl Cuda {
 
         let convolve =
             Convolve { shape, projected, window: stretch.slot, weights: weights.conv, out: mixed, rows };
-        let grid = (2 * spec.key_heads + heads, count, 1);
-        device.launch(&self.kernels.delta_convolve, grid, dim, 0, &convolve)?;
+        let grid = (2 * spec.key_heads + heads, count.div_ceil(64), 1);
+        device.launch(&self.kernels.delta_convolve, grid, 128, 0, &convolve)?;
         let prepare = Prepare {
             shape,
             projected,
@@ -256,9 +286,10 @@ impl Cuda {
             weight: self.delta_weights(layer).norm,
             out: open.buffers.mixed.at(),
             eps: spec.rms_eps,
+            rows: count as i32,
         };
-        let grid = (spec.delta.value_heads, count, 1);
-        self.device.launch(&self.kernels.delta_tail, grid, spec.delta.head_dim, 0, &p)
+        let grid = (spec.delta.value_heads, count.div_ceil(4), 1);
+        self.device.launch(&self.kernels.delta_tail, grid, 128, 0, &p)
     }
 
     fn delta_mix_single(&self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
@@ -271,15 +302,13 @@ impl Cuda {
             weights: weights.conv,
             a: weights.a,
             dt_bias: weights.dt_bias,
-            norm: weights.norm,
             from: open.tables.from + 8 * rows.start as u64,
             to: open.tables.to + 8 * rows.start as u64,
             offset: offset as i64,
             out: open.buffers.mixed.at(),
-            eps: spec.rms_eps,
         };
-        let grid = (spec.delta.value_heads, rows.len(), 1);
-        self.device.launch(&self.kernels.delta_single, grid, 4 * spec.delta.head_dim, 0, &p)?;
+        let grid = (spec.delta.value_heads, spec.delta.head_dim / 32, rows.len());
+        self.device.launch(&self.kernels.delta_single, grid, 512, 0, &p)?;
         for state in &open.state.runs[rows] {
             for &(_, slot) in &state.snapshots {
                 let at = |slot| self.state.slot(slot) + 4 * offset as u64;

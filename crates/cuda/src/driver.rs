@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 pub(crate) struct Device {
     ordinal: sys::CUdevice,
     context: sys::CUcontext,
-    stream: sys::CUstream,
+    pub(crate) stream: sys::CUstream,
     pub(crate) name: String,
     /// Compute capability.
     pub(crate) capability: (i32, i32),
@@ -102,18 +102,78 @@ impl Device {
         }
         let mut list = [std::ptr::from_ref(parameters).cast::<c_void>().cast_mut()];
         let grid = (grid.0 as u32, grid.1 as u32, grid.2 as u32);
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: block as u32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared as u32,
+            hStream: self.stream,
+            attrs: &mut early,
+            numAttrs: u32::from(function.early && self.capability.0 >= 9),
+        };
         // SAFETY: the parameter has the layout the kernel declares, and its pointers lie in buffers of this
-        // backend; the driver copies it before it returns.
+        // backend; the driver copies it and the attribute before it returns.
+        unsafe { sys::cuLaunchKernelEx(&config, function.function, list.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+    }
+
+    /// Records what `work` enqueues, and nothing else happens: a graph of it.
+    pub(crate) fn record(
+        &self,
+        work: impl FnOnce() -> std::result::Result<(), DriverError>,
+    ) -> std::result::Result<Graph, DriverError> {
+        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives as long as the device.
+        unsafe { result::stream::begin_capture(self.stream, mode) }?;
+        let done = work();
+        // SAFETY: as above; ends what was begun also after a failure.
+        let graph = unsafe { result::stream::end_capture(self.stream) };
+        done?;
+        let graph = graph?;
+        // SAFETY: just made; the executable graph does not need it any more.
         unsafe {
-            result::launch_kernel(
-                function.0,
-                grid,
-                (block as u32, 1, 1),
-                shared as u32,
-                self.stream,
-                &mut list,
-            )
+            let exec = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
+            let _ = result::graph::destroy(graph);
+            Ok(Graph(exec?))
         }
+    }
+
+    /// Enqueues a graph.
+    pub(crate) fn replay(&self, graph: &Graph) -> std::result::Result<(), DriverError> {
+        // SAFETY: both are alive, and whoever keeps the graph keeps the memory it names.
+        unsafe { result::graph::launch(graph.0, self.stream) }
+    }
+
+    /// Memory of the host that the GPU writes at full speed.
+    pub(crate) fn pinned(self: &Arc<Device>, bytes: usize) -> std::result::Result<Pinned, DriverError> {
+        // SAFETY: freed when dropped.
+        let at = unsafe { result::malloc_host(bytes.max(1), 0) }?;
+        Ok(Pinned { at: at.cast(), bytes, device: self.clone() })
+    }
+
+    /// Copies numbers from the GPU by way of pinned memory of at least their size. Waits.
+    pub(crate) fn download_by<T: Copy>(
+        &self,
+        from: u64,
+        len: usize,
+        by: &mut Pinned,
+    ) -> std::result::Result<Vec<T>, DriverError> {
+        assert!(len * size_of::<T>() <= by.bytes, "room was made before");
+        // SAFETY: the memory is ours, holds as much, and is aligned for any number; the wait ends the copy.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(by.at, len * size_of::<T>()) };
+        // SAFETY: as above.
+        unsafe { result::memcpy_dtoh_async(bytes, from, self.stream) }?;
+        self.wait()?;
+        // SAFETY: just filled with whole numbers of this type, which any bits are.
+        Ok(unsafe { std::slice::from_raw_parts(by.at.cast::<T>(), len) }.to_vec())
     }
 
     /// Enqueues a fill with zeros.
@@ -214,9 +274,79 @@ impl Room {
     }
 }
 
+/// Pinned memory of the host.
+pub(crate) struct Pinned {
+    at: *mut u8,
+    pub(crate) bytes: usize,
+    device: Arc<Device>,
+}
+
+// SAFETY: memory like any other.
+unsafe impl Send for Pinned {}
+// SAFETY: shared, it is only read, or written as its owner allows.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// Where it begins, for the host and for the GPU.
+    pub(crate) fn host(&self) -> *mut u8 {
+        self.at
+    }
+
+    /// Writes its first bytes.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes it meanwhile.
+    ///
+    /// # Panics
+    /// If they do not fit.
+    pub(crate) unsafe fn fill(&self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.bytes, "bytes that fit");
+        // SAFETY: inside the memory, and exclusive by the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at, bytes.len()) };
+    }
+
+    /// All of it, of memory that is written no more.
+    pub(crate) fn as_slice(&self) -> &[u8] {
+        // SAFETY: numbers of any value; whoever fills it does so before it is shared.
+        unsafe { std::slice::from_raw_parts(self.at, self.bytes) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let _ = self.device.bind();
+        // SAFETY: made by us, and every copy was waited for.
+        let _ = unsafe { result::free_host(self.at.cast()) };
+    }
+}
+
+/// Recorded work, ready to be enqueued at once.
+pub(crate) struct Graph(sys::CUgraphExec);
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Graph {}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made by us; the driver waits for what of it is enqueued.
+        let _ = unsafe { result::graph::exec_destroy(self.0) };
+    }
+}
+
 /// A compiled kernel; lives as long as its module.
 #[derive(Clone, Copy)]
-pub(crate) struct Function(sys::CUfunction);
+pub(crate) struct Function {
+    function: sys::CUfunction,
+    /// Whether it may begin before the kernel ahead of it has ended; it waits itself.
+    early: bool,
+}
+
+impl Function {
+    /// The same kernel, begun early where the GPU can do that.
+    pub(crate) fn early(self) -> Function {
+        Function { early: true, ..self }
+    }
+}
 
 // SAFETY: as for `Device`.
 unsafe impl Send for Function {}
@@ -252,7 +382,7 @@ impl Module {
         let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: just found.
         unsafe { result::function::set_function_attribute(function, attribute, most) }?;
-        Ok(Function(function))
+        Ok(Function { function, early: false })
     }
 }
 
@@ -264,21 +394,52 @@ impl Drop for Module {
     }
 }
 
-/// A point on the stream.
+/// A point on a stream.
 pub(crate) struct Event {
     event: sys::CUevent,
 }
 
 // SAFETY: as for `Device`.
 unsafe impl Send for Event {}
+// SAFETY: as for `Device`.
+unsafe impl Sync for Event {}
 
 impl Event {
     /// A point behind everything enqueued.
     pub(crate) fn record(device: &Device) -> std::result::Result<Event, DriverError> {
+        Event::record_on(device.stream)
+    }
+
+    /// A point behind everything enqueued on a stream.
+    pub(crate) fn record_on(stream: sys::CUstream) -> std::result::Result<Event, DriverError> {
         let event = Event { event: result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)? };
         // SAFETY: both are alive.
-        unsafe { result::event::record(event.event, device.stream) }?;
+        unsafe { result::event::record(event.event, stream) }?;
         Ok(event)
+    }
+
+    /// What is enqueued on `stream` from now on waits for it.
+    pub(crate) fn hold(&self, stream: sys::CUstream) -> std::result::Result<(), DriverError> {
+        // SAFETY: both are alive.
+        unsafe {
+            result::stream::wait_event(stream, self.event, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT)
+        }
+    }
+
+    /// Whether the GPU has come past it.
+    pub(crate) fn has_passed(&self) -> std::result::Result<bool, DriverError> {
+        // SAFETY: made by us.
+        match unsafe { result::event::query(self.event) } {
+            Ok(()) => Ok(true),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Waits for it.
+    pub(crate) fn wait(&self) -> std::result::Result<(), DriverError> {
+        // SAFETY: made by us.
+        unsafe { result::event::synchronize(self.event) }
     }
 
     /// Milliseconds of the GPU from `self` to `end`, both of which have passed.

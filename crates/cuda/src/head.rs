@@ -6,6 +6,7 @@ use cudarc::driver::DriverError;
 use half::bf16;
 use model::Matrix;
 
+use crate::few::{Input, Output};
 use crate::linear::{Rows, Then};
 use crate::open::Open;
 use crate::{Cuda, weights};
@@ -57,7 +58,7 @@ impl Cuda {
         self.device.launch(&self.kernels.rms_norm, (count, 1, 1), 512, 0, &p)
     }
 
-    /// The input of a layer's projections: norms of `rows` of the residual stream.
+    /// The input of a layer's projections: norms of `rows` of the residual stream, as bf16.
     pub(crate) fn mixer_input(
         &self,
         open: &Open,
@@ -65,16 +66,20 @@ impl Cuda {
         rows: &Range<usize>,
     ) -> Result<Rows, DriverError> {
         let offset = (rows.start * self.model.spec.hidden) as u64;
-        let (out, rounded) = (open.buffers.norm.at() + 4 * offset, open.buffers.rounded.at() + 2 * offset);
-        let p = Norm {
-            x: open.buffers.hidden.at() + 4 * offset,
-            weight: self.weights.dense.layers[layer].norm,
-            out: if open.single { out } else { 0 },
-            rounded: if open.single { 0 } else { rounded },
-            ..Norm::default()
-        };
-        self.norm(rows.len(), p)?;
-        Ok(Rows { at: if open.single { out } else { rounded }, count: rows.len() })
+        let rounded = open.buffers.rounded.at() + 2 * offset;
+        let x = open.buffers.hidden.at() + 4 * offset;
+        self.norm(
+            rows.len(),
+            Norm { x, weight: self.weights.dense.layers[layer].norm, rounded, ..Norm::default() },
+        )?;
+        Ok(Rows { at: rounded, count: rows.len() })
+    }
+
+    /// The same for products with few rows, which norm by themselves.
+    pub(crate) fn few_input(&self, open: &Open, layer: usize, rows: &Range<usize>) -> (Input, usize) {
+        let x = open.buffers.hidden.at() + 4 * (rows.start * self.model.spec.hidden) as u64;
+        let weight = self.weights.dense.layers[layer].norm;
+        (Input::Norm { x, index: 0, weight, normed: 0, rounded: 0 }, rows.len())
     }
 
     pub(crate) fn head_rows(&mut self, open: &mut Open) -> Done {
@@ -89,13 +94,17 @@ impl Cuda {
         if logits == 0 {
             return Ok(());
         }
-        let out = buffers.last.take(&device, 4 * logits * spec.hidden)?;
-        let rounded = buffers.last_rounded.take(&device, 2 * logits * spec.hidden)?;
         let to = buffers.logits.take(&device, 4 * logits * spec.vocab)?;
-        self.norm(logits, Norm { index: open.tables.logits, out, rounded, ..norm })?;
-        let x = Rows { at: if open.single { out } else { rounded }, count: logits };
         let (output, stride) = (self.weights.dense.output, spec.vocab);
-        self.linear(open.single, &[output], x, (to, stride), Then::Store)
+        if open.single {
+            let (index, weight) = (open.tables.logits, self.weights.dense.output_norm);
+            let input = Input::Norm { x: norm.x, index, weight, normed: 0, rounded: 0 };
+            let output = Output { matrix: output, out: to, exact: false };
+            return self.few(&[output], (input, logits), stride, false);
+        }
+        let rounded = buffers.last_rounded.take(&device, 2 * logits * spec.hidden)?;
+        self.norm(logits, Norm { index: open.tables.logits, rounded, ..norm })?;
+        self.gemm(&[output], Rows { at: rounded, count: logits }, (to, stride), Then::Store)
     }
 
     /// f32 rows of the GPU: `count` rows of `cols` columns that lie `stride` apart.

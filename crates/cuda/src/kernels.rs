@@ -18,10 +18,6 @@ pub(crate) struct WeightKernels {
     pub(crate) decode_experts: Function,
     pub(crate) decode_split: Function,
     pub(crate) embed: Function,
-    pub(crate) gemv_1: Function,
-    pub(crate) gemv_4: Function,
-    pub(crate) expert_dot: Function,
-    pub(crate) expert_down: Function,
 }
 
 /// Products of the pairs of experts with blocks of one type.
@@ -58,6 +54,12 @@ pub(crate) struct Kernels {
     pub(crate) attn_mix: Function,
     pub(crate) attn_single: Function,
     pub(crate) attn_join: Function,
+    pub(crate) few_rows: Function,
+    pub(crate) many_tiles: Function,
+    pub(crate) experts_up: Function,
+    pub(crate) experts_down: Function,
+    /// Types by the numbers those three know them by.
+    pub(crate) few_types: Vec<Type>,
     weights: BTreeMap<Type, WeightKernels>,
     experts: BTreeMap<Type, ExpertKernels>,
     /// Keeps the functions alive.
@@ -69,6 +71,8 @@ impl Kernels {
     pub(crate) fn new(device: &Arc<Device>, target: &Target, model: &Model, kv: KvType) -> Result<Kernels> {
         let types = types(model);
         let mut sources = sources(target, &model.spec, kv);
+        let few_types = multiplied(model);
+        sources.push(Source::few(target, &few_types));
         sources.extend(types.iter().map(|&ty| Source::weights(target, ty)));
         let of_experts = expert_types(model);
         let fused: Vec<(Type, Source)> =
@@ -76,8 +80,9 @@ impl Kernels {
         sources.extend(fused.iter().map(|(_, source)| source.clone()));
         let mut modules = load(device, &sources)?.into_iter();
         let mut next = || modules.next().expect("a module for each source");
-        let (gemm, rows, delta, attention) = (next(), next(), next(), next());
+        let (gemm, rows, delta, attention, few) = (next(), next(), next(), next(), next());
         let find = |module: &Module, name: &'static str| module.function(name).map_err(failed(name));
+        let early = |module: &Module, name: &'static str| Ok::<_, crate::Error>(find(module, name)?.early());
         let mut weights = BTreeMap::new();
         let mut of_types = Vec::new();
         for ty in types {
@@ -111,15 +116,20 @@ impl Kernels {
             delta_prepare: find(&delta, "delta_prepare")?,
             delta_scan: find(&delta, "delta_scan")?,
             delta_tail: find(&delta, "delta_tail")?,
-            delta_single: find(&delta, "delta_single")?,
+            delta_single: early(&delta, "delta_single")?,
             attn_rotations: find(&attention, "attn_rotations")?,
-            attn_prepare: find(&attention, "attn_prepare")?,
+            attn_prepare: early(&attention, "attn_prepare")?,
             attn_mix: find(&attention, "attn_mix")?,
-            attn_single: find(&attention, "attn_single")?,
-            attn_join: find(&attention, "attn_join")?,
+            attn_single: early(&attention, "attn_single")?,
+            attn_join: early(&attention, "attn_join")?,
+            few_rows: early(&few, "few_rows")?,
+            many_tiles: early(&few, "many_tiles")?,
+            experts_up: early(&few, "experts_up")?,
+            experts_down: early(&few, "experts_down")?,
+            few_types,
             weights,
             experts,
-            _modules: [gemm, rows, delta, attention].into_iter().chain(of_types).collect(),
+            _modules: [gemm, rows, delta, attention, few].into_iter().chain(of_types).collect(),
         })
     }
 
@@ -143,10 +153,6 @@ impl WeightKernels {
             decode_experts: find("decode_experts")?,
             decode_split: find("decode_split")?,
             embed: find("embed")?,
-            gemv_1: find("gemv_1")?,
-            gemv_4: find("gemv_4")?,
-            expert_dot: find("expert_dot")?,
-            expert_down: find("expert_down")?,
         })
     }
 }
@@ -163,7 +169,16 @@ pub fn sources(target: &Target, spec: &Spec, kv: KvType) -> Vec<Source> {
 
 /// Types of the model's matrices.
 fn types(model: &Model) -> Vec<Type> {
-    let mut types = vec![model.embedding.ty];
+    let mut types = multiplied(model);
+    types.push(model.embedding.ty);
+    types.sort_unstable();
+    types.dedup();
+    types
+}
+
+/// Types of what is multiplied; f32 is among them.
+fn multiplied(model: &Model) -> Vec<Type> {
+    let mut types = vec![Type::F32];
     let mut note = |info: &model::MatrixInfo| {
         types.push(info.ty);
         Ok::<(), crate::Error>(())

@@ -5,26 +5,34 @@
 //! [`Cuda::new`] says what is missing.
 //!
 //! All weights lie in the GPU's memory in file form. Passes of many rows decode a matrix to bf16 once for all rows and
-//! multiply on the tensor cores, sums in f32; passes of single rows (decode) multiply the blocks as they lie with f32.
+//! multiply on the tensor cores, sums in f32; passes of single rows (decode) decode blocks in registers for the same.
 //! Hence [`Capabilities::smallest_chunk`](model::Capabilities) is 2: a row alone is computed by other kernels than a
 //! row among others, and only that makes a difference to its bits.
 //!
 //! One file for each group of stages, as in the other backends; `driver`, `compile`, `sources` and `kernels` lead from
 //! the text of a kernel to its launch.
 
+mod ahead;
 mod attention;
 mod backend;
 mod compile;
 mod delta;
 mod driver;
 mod error;
+mod fetch;
+mod few;
+mod graph;
 mod head;
 mod kernels;
 mod linear;
 mod moe;
 mod open;
+mod place;
+mod plan;
+mod slots;
 mod sources;
 mod state;
+mod transfer;
 mod weights;
 
 use std::sync::Arc;
@@ -33,20 +41,39 @@ use cudarc::driver::DriverError;
 use model::{Capabilities, Limits, Model, ResidentWeights, Stage};
 
 pub use compile::compile;
-use driver::{Device, Event, Module, failed};
+use driver::{Device, Event, Module, Pinned, failed};
 pub use error::{Error, Result};
+use fetch::Fetch;
+pub use fetch::{Fetching, PinnedExperts};
+use graph::Graphs;
 pub use kernels::sources;
 use kernels::{Kernels, WeightKernels};
 use open::{Buffers, Open, Scratch};
+pub use plan::{Memory, free_memory};
+use slots::Arena;
 pub use sources::{Source, Target};
 use state::DeviceState;
+use transfer::GpuLanes;
 use weights::DeviceWeights;
 
 /// Choices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Which GPU, in the order of the driver.
     pub device: i32,
+    /// Experts are not copied to the GPU: they come through slots of so many bytes, see
+    /// [`Backend::slot_memory`](model::Backend::slot_memory).
+    pub slots: Option<u64>,
+    /// Bytes of the GPU's memory that may be taken; all that is free if not given.
+    pub memory: Option<u64>,
+    /// Whether passes of single rows are recorded and replayed as graphs; results are the same.
+    pub graphs: bool,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { device: 0, slots: None, memory: None, graphs: true }
+    }
 }
 
 /// A model on a GPU.
@@ -60,8 +87,17 @@ pub struct Cuda {
     /// Whether the time of every stage is taken.
     profiling: bool,
     spans: Vec<(Stage, Event, Event)>,
+    graphs: Graphs,
+    /// Where logits arrive on the host.
+    landing: Option<Pinned>,
+    options: Options,
     state: DeviceState,
     weights: DeviceWeights,
+    /// Whether the GPU holds every expert.
+    whole: bool,
+    arenas: Vec<Arc<Arena<GpuLanes>>>,
+    /// Slots that the GPU fills by itself.
+    fetch: Option<Fetch>,
     kernels: Kernels,
     target: Target,
     device: Arc<Device>,
@@ -83,19 +119,20 @@ impl Cuda {
     ) -> Result<Cuda> {
         check(&model)?;
         let device = Device::open(options.device)?;
-        let needed = needed(&model, &limits);
-        let free = device.free_memory()?;
+        let memory = Memory::new(&model, &limits);
+        let needed = memory.rest() + options.slots.unwrap_or(memory.experts);
+        let free = (device.free_memory()? as u64).min(options.memory.unwrap_or(u64::MAX));
         if needed > free {
-            return Err(Error::Memory { free, needed });
+            return Err(Error::Memory { free: free as usize, needed: needed as usize });
         }
         let target = Target::of(device.capability, device.shared);
         let kernels = Kernels::new(&device, &target, &model, limits.kv)?;
-        let weights = DeviceWeights::new(&device, &model, weights)?;
+        let weights = DeviceWeights::new(&device, &model, weights, options.slots.is_none())?;
         let state = DeviceState::new(&device, &model.spec, limits.kv, limits.positions);
         let capabilities = Capabilities {
             name: "cuda",
             variant: format!("{} {}", target.arch, device.name),
-            kernel_version: 1,
+            kernel_version: 2,
             block_rows: BLOCK_ROWS,
             smallest_chunk: 2,
         };
@@ -108,8 +145,14 @@ impl Cuda {
             scratch: Scratch::default(),
             profiling: false,
             spans: Vec::new(),
+            graphs: Graphs::default(),
+            landing: None,
+            options,
             state,
             weights,
+            whole: options.slots.is_none(),
+            arenas: Vec::new(),
+            fetch: None,
             kernels,
             target,
             device,
@@ -150,17 +193,17 @@ fn check(model: &Model) -> Result<()> {
     if spec.moe.experts > 1024 {
         return refuse("the number of experts", spec.moe.experts, "at most 1024");
     }
+    if spec.hidden > 8192 {
+        return refuse("the width of the model", spec.hidden, "at most 8192");
+    }
+    if spec.moe.used > 32 {
+        return refuse("the number of experts a row chooses", spec.moe.used, "at most 32");
+    }
     let widths = spec.moe.widths.iter().chain([&spec.moe.shared_width, &spec.hidden]);
     match widths.into_iter().find(|width| !width.is_multiple_of(8)) {
         Some(&width) => refuse("a width", width, "a multiple of 8"),
         None => Ok(()),
     }
-}
-
-/// Bytes a model takes on the GPU: weights, state of two sequences, buffers of a pass, scratch.
-fn needed(model: &Model, limits: &Limits) -> usize {
-    let state = DeviceState::bytes(&model.spec, limits.kv, limits.positions, 3);
-    weights::bytes(model) + state + open::bytes(&model.spec, limits.pass_rows)
 }
 
 /// Turns an error of the driver into one of a stage.

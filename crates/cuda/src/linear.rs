@@ -28,23 +28,6 @@ struct DecodeSplit {
     cols: i32,
 }
 
-/// Parameters of the products of single rows.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Gemv {
-    weights: [u64; 4],
-    out: [u64; 4],
-    ends: [i32; 4],
-    x: u64,
-    up: u64,
-    scale: u64,
-    cols: i32,
-    count: i32,
-    x_stride: i32,
-    out_stride: i32,
-    add: i32,
-}
-
 /// Parameters of the products of many rows.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -60,46 +43,14 @@ pub(crate) struct Gemm {
     pub(crate) m: i32,
     pub(crate) n: i32,
     pub(crate) k: i32,
+    pub(crate) tile_rows: i32,
     pub(crate) a_stride: i32,
     pub(crate) out_stride: i32,
     pub(crate) used: i32,
     pub(crate) blocks: [u64; 2],
     pub(crate) strides: [i64; 2],
+    pub(crate) places: [u64; 2],
     pub(crate) list: u64,
-}
-
-/// Warps of a block of products of single rows.
-pub(crate) const WARPS: usize = 8;
-
-/// Bytes of shared memory that a row of `cols` numbers takes there.
-pub(crate) fn staged(cols: usize) -> usize {
-    4 * (cols + cols / 32 * 4 + 4)
-}
-
-/// Parameters without matrices.
-fn gemv(x: Rows, cols: usize, stride: usize, then: Then) -> Gemv {
-    Gemv {
-        weights: [0; 4],
-        out: [0; 4],
-        ends: [0; 4],
-        x: x.at,
-        up: 0,
-        scale: if let Then::Scale(at) = then { at } else { 0 },
-        cols: cols as i32,
-        count: x.count as i32,
-        x_stride: cols as i32,
-        out_stride: stride as i32,
-        add: i32::from(then == Then::Add),
-    }
-}
-
-impl Gemv {
-    /// Makes `matrix` number `i`, the last one so far.
-    fn put(&mut self, i: usize, matrix: Matrix, out: u64) {
-        (self.weights[i], self.out[i]) = (matrix.at, out);
-        let before = if i == 0 { 0 } else { self.ends[i - 1] };
-        self.ends[i..].fill(before + matrix.rows as i32);
-    }
 }
 
 /// What becomes of the results.
@@ -111,7 +62,7 @@ pub(crate) enum Then {
     Scale(u64),
 }
 
-/// Rows that are multiplied, as f32 for single passes or as bf16 for others.
+/// Rows that are multiplied, bf16.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows {
     pub(crate) at: u64,
@@ -120,93 +71,13 @@ pub(crate) struct Rows {
 
 impl Cuda {
     /// out[r] = x[r] · weightsᵀ of several matrices, whose results lie side by side in rows of `stride` numbers.
-    pub(crate) fn linear(
+    pub(crate) fn gemm(
         &mut self,
-        single: bool,
         matrices: &[Matrix],
         x: Rows,
         (out, stride): (u64, usize),
         then: Then,
     ) -> Done {
-        if single {
-            self.gemv(matrices, x, (out, stride), then)
-        } else {
-            self.gemm(matrices, x, (out, stride), then)
-        }
-    }
-
-    fn gemv(&self, matrices: &[Matrix], x: Rows, (out, stride): (u64, usize), then: Then) -> Done {
-        let mut column = 0;
-        let mut rest = matrices;
-        while let Some(first) = rest.first() {
-            let same = rest.iter().take(4).take_while(|m| m.ty == first.ty).count();
-            let mut p = gemv(x, first.cols, stride, then);
-            for (i, matrix) in rest[..same].iter().enumerate() {
-                p.put(i, *matrix, out + 4 * column as u64);
-                column += matrix.rows;
-            }
-            self.launch_gemv(first.ty, p)?;
-            rest = &rest[same..];
-        }
-        Ok(())
-    }
-
-    /// down · (SiLU(gate · x) ⊙ (up · x)) of single rows, times a number for each row; `room` takes the inner rows twice.
-    pub(crate) fn gated_gemv(
-        &self,
-        [gate, up, down]: [Matrix; 3],
-        x: Rows,
-        room: u64,
-        (out, stride): (u64, usize),
-        then: Then,
-    ) -> Done {
-        let up_at = room + 4 * (x.count * gate.rows) as u64;
-        let mut p = gemv(x, gate.cols, gate.rows, Then::Store);
-        p.put(0, gate, room);
-        if gate.ty == up.ty {
-            p.put(1, up, up_at);
-            self.launch_gemv(gate.ty, p)?;
-        } else {
-            self.launch_gemv(gate.ty, p)?;
-            let mut p = gemv(x, up.cols, up.rows, Then::Store);
-            p.put(0, up, up_at);
-            self.launch_gemv(up.ty, p)?;
-        }
-        let inner = Rows { at: room, count: x.count };
-        let mut p = gemv(inner, down.cols, stride, then);
-        p.up = up_at;
-        p.put(0, down, out);
-        self.launch_gemv(down.ty, p)
-    }
-
-    /// Rows by fours, then what is left one by one: each row's sums are the same either way.
-    fn launch_gemv(&self, ty: quant::Type, p: Gemv) -> Done {
-        let kernels = self.kernels.of(ty);
-        let fours = p.count / 4 * 4;
-        let blocks = (p.ends[3] as usize).div_ceil(WARPS).min(4 * self.device.processors as usize);
-        let launch = |kernel, rows, p: &Gemv| {
-            let shared = rows * staged(p.cols as usize);
-            self.device.launch(kernel, (blocks, 1, 1), 32 * WARPS, shared, p)
-        };
-        if fours > 0 {
-            launch(&kernels.gemv_4, 4, &Gemv { count: fours, ..p })?;
-        }
-        if fours == p.count {
-            return Ok(());
-        }
-        let skip = |at: u64, numbers: i32| if at == 0 { 0 } else { at + 4 * (fours * numbers) as u64 };
-        let rest = Gemv {
-            out: p.out.map(|at| skip(at, p.out_stride)),
-            x: skip(p.x, p.x_stride),
-            up: skip(p.up, p.x_stride),
-            scale: skip(p.scale, 1),
-            count: p.count - fours,
-            ..p
-        };
-        launch(&kernels.gemv_1, 1, &rest)
-    }
-
-    fn gemm(&mut self, matrices: &[Matrix], x: Rows, (out, stride): (u64, usize), then: Then) -> Done {
         let b = self.decoded(matrices)?;
         let (n, k) = (matrices.iter().map(|m| m.rows).sum::<usize>(), matrices[0].cols);
         let (kernel, scale) = match then {
@@ -214,7 +85,7 @@ impl Cuda {
             Then::Add => (self.kernels.gemm_add, 0),
             Then::Scale(at) => (self.kernels.gemm_scale, at),
         };
-        self.multiply(&kernel, dense((x.at, x.count), b, (out, stride), (n, k), scale))
+        self.multiply(&kernel, 128, dense((x.at, x.count), b, (out, stride), (n, k), scale))
     }
 
     /// SiLU(x gateᵀ) ⊙ (x upᵀ) as bf16.
@@ -222,28 +93,31 @@ impl Cuda {
         let b = self.decoded(&[gate, up])?;
         let p = dense((x.at, x.count), b, (out, gate.rows), (gate.rows, gate.cols), 0);
         let kernel = self.kernels.gemm_gated;
-        self.multiply(&kernel, p)
+        self.multiply(&kernel, 64, p)
     }
 
-    /// Launches products over tiles of 256 · 128, as many blocks as there are multiprocessors or tiles.
-    pub(crate) fn multiply(&self, kernel: &Function, p: Gemm) -> Done {
+    /// Launches a product that is not grouped over tiles of `width` columns, as many blocks as there are multiprocessors or
+    /// tiles.
+    fn multiply(&self, kernel: &Function, width: usize, p: Gemm) -> Done {
+        // Rows of a tile, and what a step of one takes: half of its time goes to columns of weights.
+        const HEIGHTS: [(usize, usize); 3] = [(256, 16), (128, 10), (64, 8)];
+        let processors = self.device.processors as usize;
+        let tiles = |rows: usize| (p.m as usize).div_ceil(rows) * (p.n as usize).div_ceil(width);
+        let time = |&&(rows, step): &&(usize, usize)| tiles(rows).div_ceil(processors) * step;
+        let (rows, _) = HEIGHTS.iter().min_by_key(time).expect("there are some");
         let (_, shared) = gemm_stages(&self.target);
-        self.multiply_with(kernel, (384, shared), p)
+        let p = Gemm { tile_rows: *rows as i32, ..p };
+        self.device.launch(kernel, (tiles(*rows).min(processors), 1, 1), 384, shared, &p)
     }
 
-    /// The same with other threads and bytes of shared memory.
-    pub(crate) fn multiply_with(
+    /// Launches a grouped product, a block for each multiprocessor.
+    pub(crate) fn multiply_grouped(
         &self,
         kernel: &Function,
         (threads, shared): (usize, usize),
         p: Gemm,
     ) -> Done {
-        let tiles = match p.count {
-            0 => (p.m as usize).div_ceil(256) * (p.n as usize).div_ceil(64),
-            _ => usize::MAX,
-        };
-        let grid = tiles.min(self.device.processors as usize);
-        self.device.launch(kernel, (grid, 1, 1), threads, shared, &p)
+        self.device.launch(kernel, (self.device.processors as usize, 1, 1), threads, shared, &p)
     }
 
     /// Matrices of one width as bf16, their rows one after the other.
@@ -270,7 +144,7 @@ impl Cuda {
         self.device.launch(kernel, (groups.div_ceil(256), 1, 1), 256, 0, &p)?;
         let p = dense((x.at, x.count), b, (out, stride), (matrix.rows, 3 * matrix.cols), 0);
         let kernel = self.kernels.gemm_store;
-        self.multiply(&kernel, p)
+        self.multiply(&kernel, 128, p)
     }
 }
 
@@ -294,11 +168,13 @@ pub(crate) fn dense(
         m: m as i32,
         n: n as i32,
         k: k as i32,
+        tile_rows: 0,
         a_stride: k as i32,
         out_stride: stride as i32,
         used: 1,
         blocks: [0; 2],
         strides: [0; 2],
+        places: [0; 2],
         list: 0,
     }
 }

@@ -3,13 +3,20 @@
 use std::ops::Range;
 
 use cudarc::driver::DriverError;
-use model::{PlacedExpert, Slot, Spec, Stage, Wave};
+use model::{Spec, Wave};
+use quant::Type;
 
+use crate::Cuda;
+use crate::driver::Device;
+use crate::few::{
+    FewExperts, FewMatrix, Input, Output, SLACK, THREADS, TILE, UP_THREADS, UP_WARPS, WARPS, row_of_x,
+};
 use crate::head::Norm;
-use crate::linear::{Gemm, Rows, Then, WARPS, dense, staged};
+use crate::kernels::Kernels;
+use crate::linear::{Gemm, Rows, Then, dense};
 use crate::open::Open;
-use crate::weights::{Experts, Triplet};
-use crate::{Cuda, fail};
+use crate::sources::{few_window, gemm_stages, table_bytes};
+use crate::weights::{Experts, Matrix, Triplet};
 
 type Done = Result<(), DriverError>;
 
@@ -18,15 +25,16 @@ type Mask = [u32; 32];
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Route {
-    logits: u64,
-    ids: u64,
-    weights: u64,
-    order: u64,
-    counts: u64,
-    rows: i32,
-    experts: i32,
-    used: i32,
+pub(crate) struct Route {
+    pub(crate) logits: u64,
+    pub(crate) ids: u64,
+    pub(crate) weights: u64,
+    pub(crate) order: u64,
+    pub(crate) counts: u64,
+    pub(crate) rows: i32,
+    pub(crate) experts: i32,
+    pub(crate) used: i32,
+    pub(crate) stride: i32,
 }
 
 #[derive(Clone, Copy)]
@@ -59,6 +67,7 @@ struct DecodeExperts {
     from: u64,
     to: u64,
     stride: i64,
+    places: u64,
     to_stride: i64,
     groups: i64,
     list: u64,
@@ -80,36 +89,56 @@ struct Sum {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct ExpertDot {
+struct ExpertsUp {
     mask: Mask,
-    weights: [u64; 2],
-    stride: [i64; 2],
-    out: u64,
+    gate: FewExperts,
+    up: FewExperts,
+    logits: u64,
     x: u64,
     ids: u64,
-    rows: i32,
+    weights: u64,
+    order: u64,
+    out: u64,
+    width: i32,
     cols: i32,
+    experts: i32,
     used: i32,
+    logits_stride: i32,
+    room_at: i32,
+    table_at: [i32; 2],
+    tiles_at: i32,
 }
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct ExpertDown {
+struct ExpertsDown {
     mask: Mask,
-    weights: u64,
-    stride: i64,
+    down: FewExperts,
+    shared: FewMatrix,
     x: u64,
+    gate: u64,
     up: u64,
+    share: u64,
     ids: u64,
     order: u64,
-    chosen: u64,
+    weights: u64,
     sum: u64,
     hidden: u64,
     rows: i32,
     cols: i32,
     used: i32,
+    shared_cols: i32,
+    inner_stride: i32,
+    first: i32,
     last: i32,
+    abreast: i32,
+    room_at: i32,
+    table_at: [i32; 2],
+    tiles_at: i32,
 }
+
+/// Shared memory of experts that are multiplied at a time, with few rows.
+const ABREAST_BYTES: usize = 64 << 10;
 
 /// Rows of a tile of the products of many rows.
 const TILE_ROWS: usize = 256;
@@ -128,160 +157,217 @@ pub(crate) fn decoded_bytes(spec: &Spec) -> usize {
     (pair_bytes(spec, width) * spec.moe.experts).min(MOST_DECODED)
 }
 
+impl Kernels {
+    /// Chooses experts, as many as asked for, to wherever is asked for.
+    pub(crate) fn choose(&self, device: &Device, p: &Route) -> Done {
+        const WARPS: usize = 4; // a row each
+        let keys = 4 * WARPS * p.experts as usize;
+        device.launch(&self.route, ((p.rows as usize).div_ceil(WARPS), 1, 1), 32 * WARPS, keys, p)
+    }
+}
+
 impl Cuda {
     pub(crate) fn route_rows(&mut self, open: &mut Open, layer: usize, rows: Range<usize>) -> Done {
         let (spec, device) = (self.model.clone(), self.device.clone());
         let (spec, weights) = (&spec.spec, &self.weights.dense.layers[layer].moe);
         let (router, count) = (weights.router, rows.len());
+        open.routed = rows.end;
+        (open.grouped, open.summed) = (false, false);
+        if open.single {
+            return self.route_single(open, layer);
+        }
         let (buffers, offset) = (&open.buffers, rows.start as u64);
         if rows.start == 0 {
             device.zero(buffers.counts.at(), 4 * spec.moe.experts)?;
         }
         let at = offset * spec.hidden as u64;
-        let split =
-            if open.single { 0 } else { self.scratch.split.take(&device, 6 * count * spec.hidden)? };
+        let split = self.scratch.split.take(&device, 6 * count * spec.hidden)?;
         let logits = self.scratch.logits.take(&device, 4 * count * spec.moe.experts)?;
         let norm = Norm {
             x: buffers.hidden.at() + 4 * at,
             weight: weights.norm,
             out: buffers.norm.at() + 4 * at,
-            rounded: if open.single { 0 } else { buffers.rounded.at() + 2 * at },
+            rounded: buffers.rounded.at() + 2 * at,
             split,
             dot: weights.shared_router,
             share: buffers.share.at() + 4 * offset,
             ..Norm::default()
         };
         self.norm(count, norm)?;
-        if open.single {
-            let x = Rows { at: norm.out, count };
-            self.linear(true, &[router], x, (logits, spec.moe.experts), Then::Store)?;
-        } else {
-            self.split_gemm(router, Rows { at: split, count }, (logits, spec.moe.experts))?;
-        }
-        let used = offset * spec.moe.used as u64;
+        self.split_gemm(router, Rows { at: split, count }, (logits, spec.moe.experts))?;
+        self.choose(open, rows, (logits, spec.moe.experts))
+    }
+
+    /// Chooses the experts of rows whose logits lie `stride` numbers apart.
+    fn choose(&self, open: &Open, rows: Range<usize>, (logits, stride): (u64, usize)) -> Done {
+        let (moe, buffers, count) = (&self.model.spec.moe, &open.buffers, rows.len());
+        let used = 4 * (rows.start * moe.used) as u64;
         let p = Route {
             logits,
-            ids: buffers.ids.at() + 4 * used,
-            weights: buffers.weights.at() + 4 * used,
-            order: buffers.order.at() + 4 * used,
+            ids: buffers.ids.at() + used,
+            weights: buffers.weights.at() + used,
+            order: buffers.order.at() + used,
             counts: buffers.counts.at(),
             rows: count as i32,
-            experts: spec.moe.experts as i32,
-            used: spec.moe.used as i32,
+            experts: moe.experts as i32,
+            used: moe.used as i32,
+            stride: stride as i32,
         };
-        const WARPS: usize = 4; // a row each
-        let shared = WARPS * 4 * (spec.moe.experts + 2 * spec.moe.used);
-        device.launch(&self.kernels.route, (count.div_ceil(WARPS), 1, 1), 32 * WARPS, shared, &p)?;
-        open.routed = rows.end;
-        open.grouped = false;
-        Ok(())
+        self.kernels.choose(&self.device, &p)
+    }
+
+    /// Everything that multiplies a layer's second norm, of single rows: router, gate and up of the shared expert, and its
+    /// share. The choice of experts is left to `experts_up`.
+    fn route_single(&mut self, open: &mut Open, layer: usize) -> Done {
+        let (device, rows) = (self.device.clone(), open.pass.rows());
+        let weights = &self.weights.dense.layers[layer].moe;
+        let columns = Gates::of(&self.model.spec, weights.shared_gate.rows);
+        open.buffers.gates.take(&device, 4 * rows * columns.stride)?;
+        let buffers = &open.buffers;
+        let at = |column: usize| buffers.gates.at() + 4 * column as u64;
+        let share =
+            Matrix { ty: Type::F32, rows: 1, cols: self.model.spec.hidden, at: weights.shared_router };
+        let outputs = [
+            Output { matrix: weights.router, out: at(0), exact: true },
+            Output { matrix: share, out: at(columns.share), exact: true },
+            Output { matrix: weights.shared_gate, out: at(columns.gate), exact: false },
+            Output { matrix: weights.shared_up, out: at(columns.up), exact: false },
+        ];
+        let input = Input::Norm {
+            x: buffers.hidden.at(),
+            index: 0,
+            weight: weights.norm,
+            normed: buffers.norm.at(),
+            rounded: buffers.rounded.at(),
+        };
+        self.few(&outputs, (input, rows), columns.stride, false)
     }
 
     pub(crate) fn shared_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
+        if open.single {
+            return Ok(()); // with the routed ones
+        }
         let (spec, device) = (self.model.clone(), self.device.clone());
         let (spec, weights) = (&spec.spec, &self.weights.dense.layers[layer].moe);
         let (gate, up, down) = (weights.shared_gate, weights.shared_up, weights.shared_down);
         let (buffers, count, width) = (&open.buffers, rows.len(), gate.rows);
         let at = (rows.start * spec.hidden) as u64;
-        // Inner rows, for single rows those of gate and up.
-        let inner = self.scratch.inner.take(&device, 8 * count * width)?;
+        let inner = self.scratch.inner.take(&device, 2 * count * width)?;
         let (to, share) = (buffers.sum.at() + 4 * at, buffers.share.at() + 4 * rows.start as u64);
-        let out = (to, spec.hidden);
-        if open.single {
-            let x = Rows { at: buffers.norm.at() + 4 * at, count };
-            return self.gated_gemv([gate, up, down], x, inner, out, Then::Scale(share));
-        }
         self.gated_gemm(gate, up, Rows { at: buffers.rounded.at() + 2 * at, count }, inner)?;
-        self.linear(false, &[down], Rows { at: inner, count }, out, Then::Scale(share))
+        self.gemm(&[down], Rows { at: inner, count }, (to, spec.hidden), Then::Scale(share))
+    }
+
+    /// Makes sure that the choice of a pass of single rows has been stored.
+    pub(crate) fn chosen_single(&self, open: &Open) -> Done {
+        let (spec, buffers) = (&self.model.spec, &open.buffers);
+        self.device.zero(buffers.counts.at(), 4 * spec.moe.experts)?;
+        let columns = Gates::of(spec, self.model.spec.moe.shared_width);
+        self.choose(open, 0..open.pass.rows(), (buffers.gates.at(), columns.stride))
     }
 
     /// Experts that rows of the pass have chosen. Waits.
     pub(crate) fn chosen(&self, open: &Open) -> Result<Vec<u32>, DriverError> {
+        if open.single {
+            self.chosen_single(open)?;
+        }
         let counts: Vec<i32> = self.device.download(open.buffers.counts.at(), self.model.spec.moe.experts)?;
         Ok((0..).zip(counts).filter(|(_, count)| *count > 0).map(|(expert, _)| expert).collect())
     }
 
-    pub(crate) fn expert_rows(&mut self, open: &mut Open, layer: usize, wave: &Wave) -> model::Result<()> {
-        let refuse = |message: String| {
-            Err(model::Error::Backend { backend: "cuda", stage: Stage::Experts.name(), layer, message })
-        };
-        let (experts, rows) = (self.model.spec.moe.experts, open.pass.rows());
-        for PlacedExpert { expert, slot } in &*wave.experts {
-            if slot.arena != Slot::FILE {
-                let arena = slot.arena;
-                return refuse(format!(
-                    "expert {expert} is in arena {arena}, not in the GPU's copy of the file"
-                ));
-            }
-            if *expert as usize >= experts {
-                return refuse(format!("there is no expert {expert}: the layer has {experts}"));
-            }
-        }
-        if open.routed != rows {
-            return refuse(format!("{} of {rows} rows have been routed", open.routed));
-        }
+    pub(crate) fn expert_rows(&mut self, open: &mut Open, layer: usize, wave: &Wave) -> Done {
         let mut mask = [0u32; 32];
         wave.experts.iter().for_each(|placed| mask[placed.expert as usize / 32] |= 1 << (placed.expert % 32));
-        let triplet = self.weights.experts[layer];
-        let done = if open.single {
-            self.experts_single(open, triplet, (mask, wave.last))
+        let (triplet, slots) = self.place(open, layer, wave)?;
+        if open.single {
+            self.experts_single(open, (layer, triplet), (mask, wave.last))?;
         } else {
             let list: Vec<u32> = wave.experts.iter().map(|placed| placed.expert).collect();
-            self.experts_grouped(open, triplet, &list, (mask, wave.last))
-        };
-        done.map_err(fail(Stage::Experts.name(), layer))
+            self.experts_grouped(open, triplet, &list, (mask, wave.last))?;
+        }
+        slots.map_or(Ok(()), |slots| slots.enqueued())
     }
 
-    fn experts_single(&mut self, open: &Open, [gate, up, down]: Triplet, (mask, last): (Mask, bool)) -> Done {
-        let (spec, rows) = (self.model.clone(), open.pass.rows());
-        let (used, hidden, width) = (spec.spec.moe.used, spec.spec.hidden, gate.rows);
-        let (device, buffers, pairs) = (self.device.clone(), &open.buffers, rows * used);
-        let inner = self.scratch.inner.take(&device, 8 * pairs * width)?;
-        let up_at = inner + 4 * (pairs * width) as u64;
-        let launch = |matrices: [Option<Experts>; 2], out: u64| {
-            let [first, second] = matrices;
-            let first = first.expect("at least one");
-            let p = ExpertDot {
-                mask,
-                weights: [first.at, second.map_or(0, |second| second.at)],
-                stride: [first.stride as i64, second.map_or(0, |second| second.stride as i64)],
-                out,
-                x: buffers.norm.at(),
-                ids: buffers.ids.at(),
-                rows: width as i32,
-                cols: hidden as i32,
-                used: used as i32,
-            };
-            let kernel = &self.kernels.of(first.ty).expert_dot;
-            let grid = (width.div_ceil(2 * WARPS), pairs, 1);
-            device.launch(kernel, grid, 32 * WARPS, staged(hidden), &p)
+    fn experts_single(
+        &mut self,
+        open: &mut Open,
+        (layer, [gate, up, down]): (usize, Triplet),
+        (mask, last): (Mask, bool),
+    ) -> Done {
+        let (spec, rows, device) = (self.model.clone(), open.pass.rows(), self.device.clone());
+        let spec = &spec.spec;
+        let (used, hidden, width) = (spec.moe.used, spec.hidden, gate.rows);
+        let shared = self.weights.dense.layers[layer].moe.shared_down;
+        let columns = Gates::of(spec, shared.cols);
+        let inner = self.scratch.inner.take(&device, 2 * rows * used * width)?;
+        let buffers = &open.buffers;
+        let tables = |first: Type, second: Type, at: usize| {
+            let end = at + table_bytes(first);
+            let second_at = if first == second { at } else { end };
+            ([at as i32, second_at as i32], if first == second { end } else { end + table_bytes(second) })
         };
-        let fused = gate.ty == up.ty;
-        if fused {
-            launch([Some(gate), Some(up)], inner)?;
-        } else {
-            launch([Some(gate), None], inner)?;
-            launch([Some(up), None], up_at)?;
-        }
-        let p = ExpertDown {
+        let tile = |ty: Type, cols: usize| TILE * few_window(ty.bytes(cols).expect("whole blocks"));
+
+        let room_at = row_of_x(hidden);
+        let (table_at, tiles_at) = tables(gate.ty, up.ty, room_at + 4 * UP_WARPS * TILE);
+        let p = ExpertsUp {
             mask,
-            weights: down.at,
-            stride: down.stride as i64,
+            gate: self.few_experts(gate),
+            up: self.few_experts(up),
+            logits: buffers.gates.at(),
+            x: buffers.rounded.at(),
+            ids: buffers.ids.at(),
+            weights: buffers.weights.at(),
+            order: buffers.order.at(),
+            out: inner,
+            width: width as i32,
+            cols: hidden as i32,
+            experts: spec.moe.experts as i32,
+            used: used as i32,
+            logits_stride: columns.stride as i32,
+            room_at: room_at as i32,
+            table_at,
+            tiles_at: tiles_at as i32,
+        };
+        let shared_bytes = tiles_at + tile(gate.ty, hidden) + tile(up.ty, hidden) + SLACK;
+        let grid = (width.div_ceil(TILE), used, rows);
+        device.launch(&self.kernels.experts_up, grid, UP_THREADS, shared_bytes, &p)?;
+
+        let steps = width.div_ceil(128);
+        let of_one = tile(down.ty, width) + row_of_x(width) + 4 * steps * TILE;
+        let abreast = (ABREAST_BYTES / of_one).clamp(1, used);
+        let room_at = abreast * row_of_x(width) + row_of_x(shared.cols);
+        let room = 4 * TILE * (abreast * steps).max(WARPS);
+        let (table_at, tiles_at) = tables(down.ty, shared.ty, room_at + room);
+        let p = ExpertsDown {
+            mask,
+            down: self.few_experts(down),
+            shared: self.few_matrix(shared, 0),
             x: inner,
-            up: if fused { 0 } else { up_at },
+            gate: buffers.gates.at() + 4 * columns.gate as u64,
+            up: buffers.gates.at() + 4 * columns.up as u64,
+            share: buffers.gates.at() + 4 * columns.share as u64,
             ids: buffers.ids.at(),
             order: buffers.order.at(),
-            chosen: buffers.weights.at(),
+            weights: buffers.weights.at(),
             sum: buffers.sum.at(),
             hidden: buffers.hidden.at(),
             rows: hidden as i32,
             cols: width as i32,
             used: used as i32,
+            shared_cols: shared.cols as i32,
+            inner_stride: columns.stride as i32,
+            first: i32::from(!open.summed),
             last: i32::from(last),
+            abreast: abreast as i32,
+            room_at: room_at as i32,
+            table_at,
+            tiles_at: tiles_at as i32,
         };
-        let grid = (hidden.div_ceil(WARPS).min(2 * device.processors as usize), rows, 1);
-        let kernel = &self.kernels.of(down.ty).expert_down;
-        device.launch(kernel, grid, 32 * WARPS, used * staged(width), &p)
+        open.summed = true;
+        let tiles = abreast * tile(down.ty, width) + tile(shared.ty, shared.cols);
+        let shared_bytes = tiles_at + tiles + SLACK;
+        device.launch(&self.kernels.experts_down, (hidden.div_ceil(TILE), rows, 1), THREADS, shared_bytes, &p)
     }
 
     fn experts_grouped(
@@ -297,7 +383,9 @@ impl Cuda {
         self.scratch.inner.take(&device, 2 * pairs * width)?;
         self.scratch.pairs.take(&device, 2 * pairs * hidden)?;
         self.group(open, pairs)?;
-        let most = (MOST_DECODED / pair_bytes(&spec.spec, width)).clamp(1, 1024);
+        // Only what is decoded before the product takes room.
+        let fused = triplet.iter().all(|matrix| self.kernels.experts_of(matrix.ty).is_some());
+        let most = if fused { 1024 } else { (MOST_DECODED / pair_bytes(&spec.spec, width)).clamp(1, 1024) };
         for part in list.chunks(most) {
             self.experts_decoded(open, triplet, part)?;
         }
@@ -370,26 +458,28 @@ impl Cuda {
         let (inner, to) = (self.scratch.inner.at(), self.scratch.pairs.at());
         let into = grouped(dense((buffers.rounded.at(), 0), 0, (inner, width), (width, hidden), 0));
         let out = grouped(dense((inner, 0), 0, (to, hidden), (hidden, width), buffers.weights.at()));
-        let listed = (at, listed);
+        let (listed, plain) = ((at, listed), (384, gemm_stages(&self.target).1));
         match self.kernels.experts_of(gate.ty).filter(|_| gate.ty == up.ty) {
             Some(kernels) => {
                 let strides = [gate.stride as i64, up.stride as i64];
-                let p = Gemm { blocks: [gate.at, up.at], strides, ..into };
-                self.multiply_with(&kernels.gated, (512, kernels.shared), p)?;
+                let places = [gate.places, up.places];
+                let p = Gemm { blocks: [gate.at, up.at], strides, places, ..into };
+                self.multiply_grouped(&kernels.gated, (512, kernels.shared), p)?;
             }
             None => {
                 let (b, matrix) = self.decode_experts(&[gate, up], listed)?;
-                self.multiply(&self.kernels.gemm_experts_gated, Gemm { b, matrix, ..into })?;
+                self.multiply_grouped(&self.kernels.gemm_experts_gated, plain, Gemm { b, matrix, ..into })?;
             }
         }
         match self.kernels.experts_of(down.ty) {
             Some(kernels) => {
-                let p = Gemm { blocks: [down.at; 2], strides: [down.stride as i64; 2], ..out };
-                self.multiply_with(&kernels.down, (512, kernels.shared), p)
+                let (blocks, strides) = ([down.at; 2], [down.stride as i64; 2]);
+                let p = Gemm { blocks, strides, places: [down.places; 2], ..out };
+                self.multiply_grouped(&kernels.down, (512, kernels.shared), p)
             }
             None => {
                 let (b, matrix) = self.decode_experts(&[down], listed)?;
-                self.multiply(&self.kernels.gemm_experts_down, Gemm { b, matrix, ..out })
+                self.multiply_grouped(&self.kernels.gemm_experts_down, plain, Gemm { b, matrix, ..out })
             }
         }
     }
@@ -410,6 +500,7 @@ impl Cuda {
                 from: matrix.at,
                 to: room + 2 * (i * one) as u64,
                 stride: matrix.stride as i64,
+                places: matrix.places,
                 to_stride: stride as i64,
                 groups: groups as i64,
                 list,
@@ -418,6 +509,27 @@ impl Cuda {
             self.device.launch(kernel, (groups.div_ceil(256), listed, 1), 256, 0, &p)?;
         }
         Ok((room, stride as i64))
+    }
+}
+
+/// Columns of what single rows get from a layer's second norm: router's logits | gate | up of the shared expert | its share.
+struct Gates {
+    gate: usize,
+    up: usize,
+    share: usize,
+    stride: usize,
+}
+
+impl Gates {
+    /// For a shared expert of `width` inner numbers.
+    fn of(spec: &Spec, width: usize) -> Gates {
+        let gate = spec.moe.experts;
+        Gates {
+            gate,
+            up: gate + width,
+            share: gate + 2 * width,
+            stride: (gate + 2 * width + 1).next_multiple_of(4),
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use model::{Pass, Spec, Stage};
 
 use crate::BLOCK_ROWS;
 use crate::driver::{Device, Room};
+use crate::graph::Call;
 use crate::state::DeviceState;
 
 /// A pass between begin and commit.
@@ -23,6 +24,12 @@ pub(crate) struct Open {
     pub(crate) routed: usize,
     /// Whether the pairs of the layer at hand are grouped by expert.
     pub(crate) grouped: bool,
+    /// Whether a wave of the layer at hand has been summed, in a pass of single rows.
+    pub(crate) summed: bool,
+    /// Key blocks provided for in a pass of single rows.
+    pub(crate) blocks: usize,
+    /// Calls that were put off; `None` if they are not.
+    pub(crate) deferred: Option<Vec<Call>>,
     pub(crate) tables: Tables,
     pub(crate) buffers: Buffers,
 }
@@ -73,10 +80,12 @@ pub(crate) struct Buffers {
     pub(crate) rotations: Room,
     /// Projections of a block: [block rows, columns] f32.
     pub(crate) projected: Room,
-    /// Output of a mixer before its output projection: [block rows, columns], bf16 (f32 in single passes).
+    /// Output of a mixer before its output projection: [block rows, columns], bf16; of a DeltaNet layer in a pass of single
+    /// rows f32, not normed.
     pub(crate) mixed: Room,
-    /// Final norms of wanted rows, f32 and bf16; logits.
-    pub(crate) last: Room,
+    /// Of single rows: logits of the router, gate and up of the shared expert, its share.
+    pub(crate) gates: Room,
+    /// Final norms of wanted rows, bf16 and f32; logits.
     pub(crate) last_rounded: Room,
     pub(crate) wanted: Room,
     pub(crate) logits: Room,
@@ -96,6 +105,10 @@ pub(crate) struct Scratch {
     pub(crate) pairs: Room,
     pub(crate) list: Room,
     pub(crate) tiles: Room,
+    /// Addresses of the matrices of a wave's experts: [3, experts] u64.
+    pub(crate) places: Room,
+    /// What the look-ahead computes: norms, logits, choices.
+    pub(crate) ahead: Room,
     /// Convolved rows and what `delta_prepare` makes of them.
     pub(crate) convolved: Room,
     pub(crate) u: Room,
@@ -105,6 +118,13 @@ pub(crate) struct Scratch {
     pub(crate) out: Room,
     /// Attention of single rows, block by block.
     pub(crate) partial: Room,
+}
+
+impl Scratch {
+    /// Where everything is that passes of single rows use.
+    pub(crate) fn addresses(&self) -> impl Iterator<Item = u64> {
+        [&self.inner, &self.partial].into_iter().map(Room::at)
+    }
 }
 
 /// Columns of the projections of a DeltaNet layer: q | k | v | z | beta | alpha.
@@ -146,9 +166,6 @@ impl Buffers {
         }));
         let logits = tables.push_u32(pass.logits.iter().map(|&row| row as u32));
         let hidden = tables.push_u32(pass.hidden.iter().map(|&row| row as u32));
-        let run_pages: Vec<u64> = (open.runs.iter())
-            .map(|run| tables.push_u64(run.pages.iter().map(|page| state.page(page.0))))
-            .collect();
         let runs = || pass.runs.iter().zip(&open.runs);
         let from = tables.push_u64(runs().flat_map(|(run, open)| {
             let at = open.from.map_or(0, |slot| state.slot(slot));
@@ -158,14 +175,18 @@ impl Buffers {
             let at = state.slot(open.to);
             run.rows.clone().map(move |_| at)
         }));
-        let row_pages = tables.bytes.len() as u64;
-        let at = self.tables.take(device, tables.bytes.len() + 8 * pass.rows())?;
-        tables.push_u64(
-            pass.runs
-                .iter()
-                .zip(&run_pages)
-                .flat_map(|(run, pages)| run.rows.clone().map(move |_| at + pages)),
-        );
+        // What a graph names lies before what grows with the sequences.
+        let row_pages = tables.push_u64((0..pass.rows()).map(|_| 0));
+        let run_pages: Vec<u64> = (open.runs.iter())
+            .map(|run| tables.push_u64(run.pages.iter().map(|page| state.page(page.0))))
+            .collect();
+        let at = self.tables.take(device, tables.bytes.len().next_power_of_two().max(TABLE_BYTES))?;
+        let rows = pass
+            .runs
+            .iter()
+            .zip(&run_pages)
+            .flat_map(|(run, pages)| run.rows.clone().map(move |_| at + pages));
+        tables.set_u64(row_pages, rows);
         device.upload(&tables.bytes, at)?;
         Ok(Tables {
             tokens: at,
@@ -211,7 +232,18 @@ impl Buffers {
     pub(crate) fn rows(&self) -> usize {
         self.rows
     }
+
+    /// Where everything is that passes of single rows use.
+    pub(crate) fn addresses(&self) -> impl Iterator<Item = u64> {
+        let Buffers { tables, hidden, norm, rounded, sum, ids, weights, order, counts, rotations, .. } = self;
+        let Buffers { projected, mixed, gates, logits, .. } = self;
+        let first = [tables, hidden, norm, rounded, sum, ids, weights, order, counts, rotations];
+        first.into_iter().chain([projected, mixed, gates, logits]).map(Room::at)
+    }
 }
+
+/// Least bytes of the tables of a pass.
+const TABLE_BYTES: usize = 64 << 10;
 
 /// Tables of a pass, one after the other.
 #[derive(Default)]
@@ -232,5 +264,12 @@ impl TableBuilder {
         let at = self.bytes.len();
         numbers.for_each(|x| self.bytes.extend_from_slice(&x.to_le_bytes()));
         at as u64
+    }
+
+    /// Fills in what was pushed as zeros.
+    fn set_u64(&mut self, at: u64, numbers: impl Iterator<Item = u64>) {
+        for (to, x) in self.bytes[at as usize..].chunks_exact_mut(8).zip(numbers) {
+            to.copy_from_slice(&x.to_le_bytes());
+        }
     }
 }

@@ -7,11 +7,15 @@ use quant::{Type, codebook};
 
 const COMMON: &str = include_str!("../kernels/common.cuh");
 const TYPES: &str = include_str!("../kernels/types.cuh");
+const RUNS: &str = include_str!("../kernels/runs.cuh");
 const WEIGHTS: &str = include_str!("../kernels/weights.cu");
 const GEMM: &str = include_str!("../kernels/gemm.cu");
+const FEW: &str = include_str!("../kernels/few.cu");
+const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
 const ATTENTION: &str = include_str!("../kernels/attention.cu");
+const FETCH: &str = include_str!("../kernels/fetch.cu");
 
 /// What kernels are compiled for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,17 +67,37 @@ pub(crate) fn gemm_stages(target: &Target) -> (usize, usize) {
     (stages, stages * (STAGE_BYTES + BARRIER_BYTES))
 }
 
-/// Bytes of shared memory for blocks of `ty` on their way to be decoded: two spans of 256 weights of 128 rows, whole
-/// 16-byte words.
+/// Bytes of shared memory for blocks of `ty` on their way to be decoded: two spans of 256 weights of 128 rows, windows
+/// around them.
 fn span_bytes(ty: Type) -> usize {
     let span = ty.bytes(256).expect("256 weights are whole blocks of every type");
-    2 * 128 * ((span + 15).next_multiple_of(16))
+    2 * 128 * few_window(span)
+}
+
+/// Bytes of the table of decoded codebook rows that decoding `ty` keeps in shared memory (`Run::TABLE` of the kernels).
+pub(crate) fn table_bytes(ty: Type) -> usize {
+    match ty {
+        Type::IQ1_S | Type::IQ1_M => codebook::IQ1_GRID.len() * 16,
+        Type::IQ2_XXS => codebook::IQ2_XXS_GRID.len() * 16,
+        Type::IQ2_XS => codebook::IQ2_XS_GRID.len() * 16,
+        Type::IQ2_S => codebook::IQ2_S_GRID.len() * 16,
+        Type::IQ3_XXS => codebook::IQ3_XXS_GRID.len() * 8,
+        Type::IQ3_S => codebook::IQ3_S_GRID.len() * 8,
+        Type::IQ4_NL | Type::IQ4_XS | Type::MXFP4 => 256 * 4,
+        _ => 0,
+    }
+}
+
+/// Bytes of shared memory of `bytes` bytes of a row (`window` and `WINDOW` of the kernels): whole words of 16, an odd number
+/// of them.
+pub(crate) fn few_window(bytes: usize) -> usize {
+    ((bytes + 30) / 16 | 1) * 16
 }
 
 /// Stages of the products of many rows with blocks of `ty`, and their shared memory in all. `None` for plain numbers,
 /// and for GPUs that cannot hand registers from one warp to another or lack the shared memory.
 pub(crate) fn expert_stages(target: &Target, ty: Type) -> Option<(usize, usize)> {
-    let spans = span_bytes(ty);
+    let spans = span_bytes(ty) + table_bytes(ty);
     let stages = (target.shared.checked_sub(spans)? / (STAGE_BYTES + BARRIER_BYTES)).min(4);
     let possible = target.arch == "sm_90a" && stages >= 2 && ty.block_len() > 1;
     possible.then_some((stages, stages * (STAGE_BYTES + BARRIER_BYTES) + spans))
@@ -97,6 +121,7 @@ impl Source {
             format!("--gpu-architecture={}", target.arch),
             "--std=c++17".to_string(),
             "--diag-suppress=177".to_string(),
+            "--device-as-default-execution-space".to_string(), // also generic lambdas
         ];
         options.extend(defines.iter().map(|define| format!("-D{define}")));
         Source { name, text: parts.concat(), options }
@@ -115,14 +140,27 @@ impl Source {
     /// Products of the pairs of experts whose weights are blocks of `ty`, if this GPU has the shared memory for them.
     pub fn experts(target: &Target, ty: Type) -> Option<Source> {
         let (stages, _) = expert_stages(target, ty)?;
-        let parts = [COMMON, &codebooks(ty), TYPES, GEMM];
+        let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, GEMM];
         let defines = [format!("TYPE={ty}"), format!("STAGES={stages}")];
         Some(Source::new(target, format!("experts {ty}"), &parts, &defines))
     }
 
     /// Norms, router, grouping, sums.
     pub fn rows(target: &Target) -> Source {
-        Source::new(target, "rows".to_string(), &[COMMON, ROWS], &[])
+        Source::new(target, "rows".to_string(), &[COMMON, ROUTE, ROWS], &[])
+    }
+
+    /// Products with few rows, of all types of a model; their numbers are the places in `types`.
+    pub fn few(target: &Target, types: &[Type]) -> Source {
+        let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
+        let parts = [COMMON, &codebooks(types), TYPES, RUNS, ROUTE, FEW];
+        let name = format!("few {}", names.join(" "));
+        Source::new(target, name, &parts, &[format!("TYPES={}", names.join(","))])
+    }
+
+    /// Experts the GPU fetches by itself.
+    pub fn fetch(target: &Target) -> Source {
+        Source::new(target, "fetch".to_string(), &[COMMON, FETCH], &[])
     }
 
     /// The DeltaNet mixer.
@@ -143,15 +181,15 @@ impl Source {
         Source::new(target, "attention".to_string(), &[COMMON, ATTENTION], &defines)
     }
 
-    /// Decoding and products with single rows, of one type.
+    /// Decoding, of one type.
     pub fn weights(target: &Target, ty: Type) -> Source {
-        let parts = [COMMON, &codebooks(ty), TYPES, WEIGHTS];
+        let parts = [COMMON, &codebooks(&[ty]), TYPES, WEIGHTS];
         Source::new(target, format!("weights {ty}"), &parts, &[format!("TYPE={ty}")])
     }
 }
 
-/// The tables `ty` needs, from the one place that has them; the others empty, so that every decoder compiles.
-fn codebooks(ty: Type) -> String {
+/// The tables some types need, from the one place that has them; the others empty, so that every decoder compiles.
+fn codebooks(types: &[Type]) -> String {
     let mut out = String::new();
     let eights = |rows: &[[i8; 8]]| -> Vec<u64> {
         rows.iter().map(|row| u64::from_le_bytes(row.map(|x| x as u8))).collect()
@@ -159,17 +197,21 @@ fn codebooks(ty: Type) -> String {
     let fours =
         |rows: &[[u8; 4]]| -> Vec<u64> { rows.iter().map(|&row| u32::from_le_bytes(row).into()).collect() };
     let values = |values: &[i8]| -> Vec<u64> { values.iter().map(|&x| (x as u8).into()).collect() };
-    let ones = [Type::IQ1_S, Type::IQ1_M];
-    let uneven = [Type::IQ4_NL, Type::IQ4_XS];
+    let needs = |any: &[Type]| any.iter().any(|ty| types.contains(ty));
     let tables: [(&str, &str, bool, Vec<u64>); 8] = [
-        ("u64", "IQ1_GRID", ones.contains(&ty), eights(&codebook::IQ1_GRID)),
-        ("u64", "IQ2_XXS_GRID", ty == Type::IQ2_XXS, eights(&codebook::IQ2_XXS_GRID)),
-        ("u64", "IQ2_XS_GRID", ty == Type::IQ2_XS, eights(&codebook::IQ2_XS_GRID)),
-        ("u64", "IQ2_S_GRID", ty == Type::IQ2_S, eights(&codebook::IQ2_S_GRID)),
-        ("u32", "IQ3_XXS_GRID", ty == Type::IQ3_XXS, fours(&codebook::IQ3_XXS_GRID)),
-        ("u32", "IQ3_S_GRID", ty == Type::IQ3_S, fours(&codebook::IQ3_S_GRID)),
-        ("signed char", "IQ4_NL_VALUES", uneven.contains(&ty), values(&codebook::IQ4_NL_VALUES)),
-        ("signed char", "MXFP4_VALUES", ty == Type::MXFP4, values(&codebook::MXFP4_VALUES)),
+        ("u64", "IQ1_GRID", needs(&[Type::IQ1_S, Type::IQ1_M]), eights(&codebook::IQ1_GRID)),
+        ("u64", "IQ2_XXS_GRID", needs(&[Type::IQ2_XXS]), eights(&codebook::IQ2_XXS_GRID)),
+        ("u64", "IQ2_XS_GRID", needs(&[Type::IQ2_XS]), eights(&codebook::IQ2_XS_GRID)),
+        ("u64", "IQ2_S_GRID", needs(&[Type::IQ2_S]), eights(&codebook::IQ2_S_GRID)),
+        ("u32", "IQ3_XXS_GRID", needs(&[Type::IQ3_XXS]), fours(&codebook::IQ3_XXS_GRID)),
+        ("u32", "IQ3_S_GRID", needs(&[Type::IQ3_S]), fours(&codebook::IQ3_S_GRID)),
+        (
+            "signed char",
+            "IQ4_NL_VALUES",
+            needs(&[Type::IQ4_NL, Type::IQ4_XS]),
+            values(&codebook::IQ4_NL_VALUES),
+        ),
+        ("signed char", "MXFP4_VALUES", needs(&[Type::MXFP4]), values(&codebook::MXFP4_VALUES)),
     ];
     for (kind, name, needed, rows) in tables {
         let rows = if needed { &rows[..] } else { &[0] };

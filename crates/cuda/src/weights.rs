@@ -18,7 +18,7 @@ pub(crate) struct Matrix {
     pub(crate) at: u64,
 }
 
-/// The matrices of one kind of all experts of a layer.
+/// The matrices of one kind of all experts of a layer: in the order of the file, or where a table says.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Experts {
     pub(crate) ty: Type,
@@ -28,6 +28,8 @@ pub(crate) struct Experts {
     pub(crate) at: u64,
     /// Bytes from one expert to the next.
     pub(crate) stride: u64,
+    /// The address of each expert's matrix, on the GPU: [experts] u64. 0: in the order of the file.
+    pub(crate) places: u64,
 }
 
 /// gate, up, down of a layer.
@@ -44,14 +46,19 @@ pub(crate) struct DeviceWeights {
 /// Parts of one allocation begin at multiples of this.
 const ALIGN: usize = 256;
 
-/// Bytes all weights of a model take.
-pub(crate) fn bytes(model: &Model) -> usize {
-    model.dense_bytes() as usize + model.expert_bytes() as usize + model.embedding.bytes() + (64 << 20)
+/// Bytes of all weights of a model but its experts.
+pub(crate) fn dense_bytes(model: &Model) -> usize {
+    model.dense_bytes() as usize + model.embedding.bytes() + (64 << 20)
 }
 
 impl DeviceWeights {
-    /// Copies everything.
-    pub(crate) fn new(device: &Arc<Device>, model: &Model, host: &ResidentWeights) -> Result<DeviceWeights> {
+    /// Copies everything, or all but the experts, whose places then are up to each wave.
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        model: &Model,
+        host: &ResidentWeights,
+        with_experts: bool,
+    ) -> Result<DeviceWeights> {
         let mut store = Store { device, buffers: Vec::new(), used: 0 };
         let cell = std::cell::RefCell::new(&mut store);
         let dense = host.map(
@@ -68,6 +75,7 @@ impl DeviceWeights {
                 let mut place = |tensor: &ExpertTensor| {
                     let at = match tensors.get(&tensor.tensor) {
                         Some(&at) => at,
+                        None if !with_experts => 0,
                         None => {
                             let at = store.put(model.gguf.bytes(&model.gguf.tensors()[tensor.tensor]))?;
                             tensors.insert(tensor.tensor, at);
@@ -75,7 +83,8 @@ impl DeviceWeights {
                         }
                     };
                     let ExpertTensor { ty, rows, cols, offset, stride, .. } = *tensor;
-                    Ok(Experts { ty, rows, cols, at: at + offset, stride })
+                    let (at, stride) = if with_experts { (at + offset, stride) } else { (0, 0) };
+                    Ok(Experts { ty, rows, cols, at, stride, places: 0 })
                 };
                 Ok([place(&layer.gate)?, place(&layer.up)?, place(&layer.down)?])
             })

@@ -56,6 +56,9 @@ pub struct Needs<'a> {
     pub floor: u64,
     /// What the user wants of the cache.
     pub cache: CacheWish,
+    /// Whether many prompts are to come: then experts that fit are worth memory of our own, which is read faster
+    /// (huge pages) than the mapped file, but takes time to fill.
+    pub lasting: bool,
 }
 
 /// The memory of a run, in bytes, and how it reads prompts.
@@ -169,7 +172,7 @@ impl Plan {
             chunk_reason: String::new(),
             expected: Expected::default(),
         };
-        plan.choose(needs.floor, needs.cache, spare)?;
+        plan.choose(needs, spare)?;
         plan.streamed = plan.streamed_bytes(model.spec.layers.len());
         plan.pass = rates.pass(model, needs.kv, needs.context, plan.streamed);
         Ok(plan)
@@ -242,10 +245,11 @@ impl Plan {
             }
     }
 
-    fn choose(&mut self, floor: u64, wish: CacheWish, spare: Option<&Spare>) -> Result<(), NotEnough> {
+    fn choose(&mut self, needs: &Needs, spare: Option<&Spare>) -> Result<(), NotEnough> {
+        let floor = needs.floor;
         let without = self.without_experts();
         let room = spare.map(|spare| spare.bytes.saturating_sub(without));
-        let (cache, reason) = match (wish, spare) {
+        let (cache, reason) = match (needs.cache, spare) {
             (CacheWish::Mapped, _) => (Cache::Mapped, "asked for".to_string()),
             (CacheWish::Full, _) => (Cache::Slots(self.experts), "asked for".to_string()),
             (CacheWish::Bytes(bytes), _) => (Cache::Slots(bytes), "asked for".to_string()),
@@ -255,7 +259,9 @@ impl Plan {
             (CacheWish::Auto, Some(spare)) => {
                 let reserve = RESERVE.min(spare.bytes / 8);
                 let usable = spare.bytes.saturating_sub(reserve).saturating_sub(without);
-                if self.experts <= usable {
+                if self.experts <= usable && needs.lasting {
+                    (Cache::Slots(self.experts), format!("everything fits {}", spare.limit))
+                } else if self.experts <= usable {
                     (Cache::Mapped, format!("everything fits {}", spare.limit))
                 } else {
                     (Cache::Slots(usable), format!("what {} leaves", spare.limit))

@@ -17,6 +17,7 @@ fn needs(scratch: &dyn Fn(&Limits) -> u64) -> Needs<'_> {
         prompt: None,
         chunk: None,
         scratch,
+        lasting: false,
         floor: FLOOR,
         cache: CacheWish::Auto,
     }
@@ -37,6 +38,11 @@ fn a_cache_is_what_memory_leaves_and_never_below_the_floor() {
     let roomy = of(CacheWish::Auto, Some(1 << 40));
     assert_eq!(roomy.cache, Cache::Mapped, "everything fits");
     assert_eq!(of(CacheWish::Auto, None).cache, Cache::Mapped, "nobody knows");
+    let scratch = |_: &Limits| SCRATCH;
+    let lasting = Needs { chunk: Some(128), lasting: true, ..needs(&scratch) };
+    let spare = Spare { bytes: 1 << 40, limit: "a test" };
+    let kept = Plan::new(model, &lasting, Some(&spare), &Rates::default()).unwrap();
+    assert_eq!(kept.cache, Cache::Slots(model.expert_bytes()), "worth filling");
     let without = roomy.without_experts();
     assert_eq!(roomy.total(), without);
     assert!(roomy.dense == model.dense_bytes() && roomy.experts == model.expert_bytes());

@@ -43,6 +43,11 @@ pub trait Reader: Send + Sync {
     /// What offsets, lengths and addresses must be multiples of; 1 if anything will do.
     fn alignment(&self) -> usize;
 
+    /// The bytes of a file themselves, if they lie in memory that a device can read (by default they do not).
+    fn bytes(&self, _shard: usize, _offset: u64, _len: usize) -> Option<&[u8]> {
+        None
+    }
+
     /// Fills `buffers`, one after the other, with the bytes of file number `shard` from `offset` on. At least
     /// the first `needed` bytes must be there; behind them the file may end.
     ///

@@ -6,7 +6,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use model::{Backend, Error as ModelError, ExpertSource, LayerCall, Matrix, Model, PlacedExpert, Slot, Wave};
+use model::{
+    Backend, CopySpan, CopyStats, Error as ModelError, ExpertSource, LayerCall, Matrix, Model, PlacedExpert,
+    Slot, Wave,
+};
 
 use crate::error::Error;
 use crate::layout::Layout;
@@ -98,6 +101,16 @@ impl Monitor {
         (state.spans.clone(), state.waits.clone())
     }
 
+    /// What copies to the backend's memory did so far, if it is behind a link.
+    pub fn copies(&self) -> Option<CopyStats> {
+        self.0.loader.memory.copies()
+    }
+
+    /// Every copy to the backend's memory so far, if traced.
+    pub fn copy_spans(&self) -> Vec<CopySpan> {
+        self.0.loader.memory.copy_spans()
+    }
+
     /// The cut of the budget.
     pub fn layout(&self) -> &Layout {
         &self.0.loader.layout
@@ -127,6 +140,9 @@ impl Store {
         let layout = Layout::new(model, options.budget, reader.alignment())?;
         let policy = Policy::new(&layout, model.spec.moe.used);
         let (arena, memory) = backend.slot_memory(layout.bytes() as usize)?;
+        if options.trace {
+            memory.trace_copies();
+        }
         let paths = model.gguf.shards().iter().map(|shard| shard.path().to_owned()).collect();
         let state = Mutex::new(State::new(&layout, policy));
         let layers = layout.layers.len();

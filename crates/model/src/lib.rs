@@ -34,7 +34,7 @@ pub use experts::{ExpertSource, LayerCall, MappedExperts};
 pub use model::{Model, ResidentWeights};
 pub use pages::prefer_huge_pages;
 pub use pass::{GRID, Pass, Run, SnapshotRequest};
-pub use slots::{Fill, HostArena, HostSlots, SlotMemory};
+pub use slots::{CopySpan, CopyStats, Fill, HostArena, HostSlots, SlotMemory};
 pub use spec::{AttentionSpec, DeltaSpec, LayerKind, MoeSpec, Spec};
 pub use stage::{Intermediate, Stage, Step};
 pub use state::{KvType, SequenceId, Snapshot};

@@ -4,6 +4,7 @@ use std::fmt;
 use std::io::{self, IoSliceMut};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
 use memmap2::MmapMut;
 
@@ -13,6 +14,30 @@ use crate::pages::prefer_huge_pages;
 
 /// What fills slots: buffers, one for each range asked for.
 pub type Fill<'a> = dyn FnMut(&mut [IoSliceMut<'_>]) -> io::Result<()> + 'a;
+
+/// What copies to a memory behind a link did so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct CopyStats {
+    /// Bytes copied.
+    pub bytes: u64,
+    /// Seconds that the link was busy with them.
+    pub seconds: f64,
+    /// Experts that a device with slots of its own found in them.
+    pub found: u64,
+    /// Experts that such a device fetched by itself.
+    pub fetched: u64,
+}
+
+/// Some copies to a memory behind a link, made together, for a trace.
+#[derive(Clone, Copy, Debug)]
+pub struct CopySpan {
+    /// When they began.
+    pub start: Instant,
+    /// When they were complete.
+    pub end: Instant,
+    /// Their bytes.
+    pub bytes: u64,
+}
 
 /// An arena of slots in whatever memory a backend computes from.
 ///
@@ -38,8 +63,41 @@ pub trait SlotMemory: Send + Sync + fmt::Debug {
     /// [`ExpertSource::release`](crate::ExpertSource::release).
     unsafe fn write(&self, ranges: &[Range<usize>], fill: &mut Fill<'_>) -> io::Result<()>;
 
+    /// As [`SlotMemory::write`], from bytes that lie in memory already. A device that can reach them may read them after
+    /// this returns, for which it keeps them itself.
+    ///
+    /// # Errors
+    /// As [`SlotMemory::write`].
+    ///
+    /// # Safety
+    /// As [`SlotMemory::write`].
+    ///
+    /// # Panics
+    /// If there are not as many bytes as ranges take.
+    unsafe fn write_from(&self, ranges: &[Range<usize>], from: &[&[u8]]) -> io::Result<()> {
+        let mut copy = |parts: &mut [IoSliceMut<'_>]| {
+            parts.iter_mut().zip(from).for_each(|(part, from)| part.copy_from_slice(from));
+            Ok(())
+        };
+        // SAFETY: the same promise.
+        unsafe { self.write(ranges, &mut copy) }
+    }
+
     /// Has `see` read a range, for checks. False if this memory cannot be read by the host.
     fn inspect(&self, range: Range<usize>, see: &mut dyn FnMut(&[u8])) -> bool;
+
+    /// What copies did so far, if this memory is behind a link (by default it is not).
+    fn copies(&self) -> Option<CopyStats> {
+        None
+    }
+
+    /// Keeps the times of copies from now on, for [`SlotMemory::copy_spans`].
+    fn trace_copies(&self) {}
+
+    /// The times of all copies since they were kept, that are complete.
+    fn copy_spans(&self) -> Vec<CopySpan> {
+        Vec::new()
+    }
 }
 
 /// An arena in host memory, in huge pages where the system has them. Pages are taken as they are touched.

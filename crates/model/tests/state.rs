@@ -349,7 +349,7 @@ fn damaged_states_are_refused_and_leave_nothing() {
     let (&id, tokens) = world.live.iter().find(|(_, tokens)| tokens.len() >= 300).unwrap();
     let (good, tokens) = (world.host.snapshot(id).unwrap(), tokens.clone());
     let damage: [fn(&mut Snapshot); 10] = [
-        |s| s.position += 1,
+        |s| s.position += PAGE,
         |s| s.position = 0,
         |s| s.position = usize::MAX,
         |s| s.pages.truncate(s.pages.len() - 1),

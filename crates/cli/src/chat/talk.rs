@@ -89,7 +89,8 @@ impl Talk {
         let spec = &opened.model.spec;
         let context = args.backend.context.unwrap_or(CONTEXT.min(spec.context));
         let sessions = session_options(spec, args, context);
-        let room = Sessions::positions(spec, &sessions);
+        let states = Sessions::state_positions(spec, &sessions, 1);
+        let room = Sessions::positions(spec, &sessions).saturating_add(states);
         let positions = context.saturating_add(2 * PAGE).saturating_add(room);
         let mut started =
             open::start_with_room(&opened.model, &args.backend, (context, positions), args.quiet)?;
@@ -221,7 +222,7 @@ impl Talk {
                 match piece {
                     Piece::Content(text) => answer.content += &text,
                     Piece::Reasoning(text) => answer.reasoning += &text,
-                    Piece::Call(_) => {}
+                    Piece::Call(_) | Piece::Arguments(_) => {}
                 }
             }
             if last {
@@ -242,7 +243,7 @@ impl Talk {
             Piece::Reasoning(text) if self.dim => write!(out, "\x1b[2m{text}\x1b[0m")?,
             Piece::Reasoning(text) | Piece::Content(text) => out.write_all(text.as_bytes())?,
             // No notation of calls is told to the parser: none come.
-            Piece::Call(_) => {}
+            Piece::Call(_) | Piece::Arguments(_) => {}
         }
         out.flush()
     }

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use crate::cache;
+
 use engine::parity::{Parity, Side, parity};
 use engine::{Cancel, Engine, Request};
 use model::{Backend, Intermediate, KvType, Limits, MappedExperts, Model};
@@ -65,6 +67,7 @@ pub fn run(model: &Path, only: &[&str]) -> ExitCode {
     check("model logits", &|| logits(model));
     check("model text", &|| greedy_text(model));
     check("model bits", &|| bits(model));
+    cache::checks(model, &mut check);
     if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
@@ -73,7 +76,7 @@ fn cuda(model: &Arc<Model>, limits: Limits) -> Cuda {
     Cuda::new(model.clone(), &weights, limits, Options::default()).expect("a GPU")
 }
 
-fn limits(positions: usize, kv: KvType) -> Limits {
+pub(crate) fn limits(positions: usize, kv: KvType) -> Limits {
     Limits { pass_rows: positions, positions, kv }
 }
 
@@ -177,11 +180,11 @@ fn stages(options: TinyOptions, length: usize, kv: KvType) -> String {
     result
 }
 
-fn open(model: &Path) -> Arc<Model> {
+pub(crate) fn open(model: &Path) -> Arc<Model> {
     Arc::new(Model::open(model).expect("a model"))
 }
 
-fn prompt(model: &Model, len: usize) -> Vec<u32> {
+pub(crate) fn prompt(model: &Model, len: usize) -> Vec<u32> {
     let tokenizer = text_of(model);
     let source = include_str!("check.rs");
     let mut tokens = tokenizer.encode_text(source);

@@ -5,6 +5,7 @@
 //! device measure MODEL            tok/s and time of each stage
 //! ```
 
+mod cache;
 mod check;
 mod measure;
 

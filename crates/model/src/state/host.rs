@@ -7,6 +7,7 @@ use half::f16;
 
 use super::{KvType, OpenPass, PAGE, PageId, SequenceId, SequenceTable, SlotId, Snapshot, SnapshotShape};
 use crate::error::Result;
+use crate::pages::prefer_huge_pages;
 use crate::pass::Pass;
 use crate::spec::Spec;
 
@@ -24,8 +25,8 @@ impl Page {
     pub fn new(shape: &SnapshotShape) -> Page {
         let len = PAGE * shape.position_len();
         match shape.kv {
-            KvType::F16 => Page::F16(vec![f16::ZERO; len].into_boxed_slice()),
-            KvType::F32 => Page::F32(vec![0.0; len].into_boxed_slice()),
+            KvType::F16 => Page::F16(zeros(len, f16::ZERO).into_boxed_slice()),
+            KvType::F32 => Page::F32(zeros(len, 0.0).into_boxed_slice()),
         }
     }
 
@@ -95,6 +96,14 @@ pub enum Side {
     Key = 0,
     /// Values.
     Value = 1,
+}
+
+/// `len` times `zero`, in huge pages where the system has them: states are read from one end to the other for every token.
+fn zeros<T: Copy>(len: usize, zero: T) -> Vec<T> {
+    let mut zeros = Vec::with_capacity(len);
+    prefer_huge_pages(zeros.spare_capacity_mut());
+    zeros.resize(len, zero);
+    zeros
 }
 
 /// Memory behind pages and slots that nobody holds any more, kept for the next passes.
@@ -291,7 +300,7 @@ impl HostState {
     fn back_slot(&mut self, slot: SlotId) {
         let own = self.slots.get_mut(slot.0 as usize).and_then(Option::as_mut).and_then(Arc::get_mut);
         if own.is_none() {
-            put(&mut self.slots, slot.0, Arc::new(vec![0.0; self.shape.slot_len()]));
+            put(&mut self.slots, slot.0, Arc::new(zeros(self.shape.slot_len(), 0.0)));
         }
     }
 }
