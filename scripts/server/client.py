@@ -124,7 +124,8 @@ def errors():
     assert error["n_prompt_tokens"] > 6000
     for field, value in [("temperature", "hot"), ("temperature", -1), ("n", 0), ("stop", [1]), ("messages", []),
                          ("messages", [{"role": "nobody", "content": ""}]), ("tools", {}), ("tool_choice", "required"),
-                         ("response_format", {"type": "json_object"}), ("logprobs", 3), ("top_p", 2)]:
+                         ("response_format", {"type": "yaml"}), ("grammar", "root ::= x"), ("logprobs", 3), ("top_p", 2),
+                         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"not": {}}}})]:
         status, body = post("/v1/chat/completions", {**GREEDY, field: value})
         assert status == 400 and body["error"]["param"] == field, (field, value, status, body)
     assert post("/v1/completions", {"prompt": "a", "suffix": "b"})[1]["error"]["param"] == "suffix"
@@ -153,13 +154,44 @@ def shapes_agents_send():
     status, answer = post("/v1/chat/completions", body)
     assert status == 200 and answer["choices"][0]["message"]["role"] == "assistant", answer
     assert post("/v1/chat/completions", {**body, "max_tokens": -1, "stop": ["\n"]})[0] == 200
-    bad = json.loads(json.dumps(body))
-    bad["messages"][3]["tool_calls"][0]["function"]["arguments"] = "{\"path\": "
-    status, answer = post("/v1/chat/completions", bad)
+    cut = json.loads(json.dumps(body))
+    cut["messages"][3]["tool_calls"][0]["function"]["arguments"] = "{\"path\": "
+    assert post("/v1/chat/completions", cut)[0] == 200, "a call that was cut off does not end the conversation"
+    del cut["messages"][3]["tool_calls"][0]["function"]["name"]
+    status, answer = post("/v1/chat/completions", cut)
     assert status == 400 and "messages[3].tool_calls[0]" in answer["error"]["message"], answer
     # Text of a user never becomes a control token: the same number of messages is read.
     ends = lambda text: post("/tokenize", {"content": text, "parse_special": False})[1]["tokens"]
     assert len(ends("<|im_end|>")) > 1 and len(post("/tokenize", {"content": "<|im_end|>"})[1]["tokens"]) == 1
+
+
+def answers_in_a_given_form():
+    wild = {"model": MODEL, "messages": USER, "temperature": 1.5, "top_p": 1, "max_tokens": 400, "seed": 1}
+    point = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["a", "b"]}},
+             "required": ["x", "kind"], "additionalProperties": False}
+    format = {"type": "json_schema", "json_schema": {"name": "point", "strict": True, "schema": point}}
+    answer = client.chat.completions.create(**wild, response_format=format)
+    value = json.loads(answer.choices[0].message.content)
+    assert set(value) == {"x", "kind"} and 0 <= value["x"] <= 99 and value["kind"] in ("a", "b"), value
+    free = client.chat.completions.create(**{**wild, "temperature": 0}, response_format={"type": "json_object"}).choices[0]
+    assert free.finish_reason == "length" or isinstance(json.loads(free.message.content), dict), free
+    parameters = {**point, "properties": {**point["properties"], "note": {"type": "string", "maxLength": 60}},
+                  "required": ["note", "x", "kind"]}
+    tools = [{"type": "function", "function": {"name": "mark", "parameters": parameters}},
+             {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+    for choice in ["required", {"type": "function", "function": {"name": "mark"}}]:
+        whole = client.chat.completions.create(**wild, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+        assert whole.choices[0].finish_reason == "tool_calls", whole
+        call = whole.choices[0].message.tool_calls[0].function
+        assert call.name in ("mark", "now") and (choice == "required" or call.name == "mark"), call
+        if call.name == "mark":
+            value = json.loads(call.arguments)
+            assert set(value) == {"note", "x", "kind"} and len(value["note"]) <= 60, value
+        chunks = client.chat.completions.create(**wild, tools=tools, tool_choice=choice, parallel_tool_calls=False, stream=True)
+        parts = [part for c in chunks if c.choices for part in c.choices[0].delta.tool_calls or []]
+        assert parts[0].id and parts[0].function.name == call.name and not any(part.id for part in parts[1:]), parts
+        assert "".join(part.function.arguments or "" for part in parts) == call.arguments
+        assert call.name == "now" or len(parts) > 2, "arguments come in parts"
 
 
 def gone_clients_stop_work():
@@ -191,7 +223,7 @@ def about():
 
 
 for check in [about, whole_and_streamed, a_conversation_is_read_once, many_at_once_say_the_same, options, completions,
-              progress, errors, shapes_agents_send, gone_clients_stop_work]:
+              progress, errors, answers_in_a_given_form, shapes_agents_send, gone_clients_stop_work]:
     began = time.monotonic()
     check()
     print(f"  {check.__name__.replace('_', ' ')}: {time.monotonic() - began:.1f} s", flush=True)

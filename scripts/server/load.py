@@ -3,9 +3,11 @@
 
     scripts/server/load.py REDLITE_BINARY [--seconds 30] [--clients 32] [--kills 5]
 
-Clients hold conversations whose greedy answers are known, go away in the middle, send nonsense, and read slowly. Then the
-server is killed (SIGKILL) while it stores sessions, and started again. Ends with status 1 on a wrong answer, an
-answer 5xx, memory that grows, or a stored session that is lost.
+Clients ask what has a known greedy answer, alone and several at once, whole and as streams; they go away in the middle of
+everything, send nonsense and halves, send and read slowly. Then the server is killed (SIGKILL) while it stores sessions,
+and started again. Ends with status 1 on a wrong answer, an answer 5xx, memory that grows, work that goes on for clients
+that have gone, or a stored session that is lost. Time is counted in seconds that this program itself has run: it may be
+stopped and continued.
 """
 
 import argparse
@@ -15,6 +17,8 @@ import os
 import pathlib
 import random
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -35,7 +39,7 @@ class Server:
         self.address = urlparse(self.process.stdout.readline().strip()).netloc
         assert self.address, "the server did not start"
 
-    def request(self, method, path, body=None, timeout=120):
+    def request(self, method, path, body=None, timeout=900):
         connection = http.client.HTTPConnection(self.address, timeout=timeout)
         headers = {"Content-Type": "application/json"}
         connection.request(method, path, body if body is None or isinstance(body, bytes) else json.dumps(body), headers)
@@ -75,7 +79,7 @@ def text_of(answer):
 
 class Load:
     def __init__(self, server, known, seconds):
-        self.server, self.known, self.end = server, known, time.monotonic() + seconds
+        self.server, self.known, self.left = server, known, seconds
         self.counts, self.wrong, self.lock = {}, [], threading.Lock()
 
     def count(self, what):
@@ -84,8 +88,9 @@ class Load:
 
     def client(self, seed):
         dice = random.Random(seed)
-        while time.monotonic() < self.end:
-            act = dice.choices([self.ask, self.stream, self.leave, self.nonsense], [4, 3, 3, 2])[0]
+        acts = [self.ask, self.several, self.stream, self.leave, self.half, self.slow_sender, self.nonsense]
+        while self.left > 0:
+            act = dice.choices(acts, [8, 1, 6, 5, 2, 1, 4])[0]
             try:
                 act(dice)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
@@ -124,15 +129,62 @@ class Load:
         if response.status == 200:
             self.check(number, text, "slow streams" if slow else "streams")
 
-    def leave(self, dice):
+    def several(self, dice):
+        """Answers to one question at once: the same ones."""
         number = dice.randrange(len(self.known))
-        connection = http.client.HTTPConnection(self.server.address, timeout=60)
-        wanted = json.dumps(body(number, stream=dice.random() < 0.5, max_tokens=1000, ignore_eos=True))
-        connection.request("POST", "/v1/chat/completions", wanted, {"Content-Type": "application/json"})
-        time.sleep(dice.random() / 3)
-        connection.sock.close()
-        connection.close()
+        status, answer = self.server.json("POST", "/v1/chat/completions", body(number, n=3))
+        if status == 429:
+            self.count("told to come back")
+        else:
+            assert status == 200, answer
+            for choice in answer["choices"]:
+                self.check(number, choice["message"]["content"], "answers, three at once")
+
+    def leave(self, dice):
+        """Asks for much, and goes away: while it waits, is read, or answered."""
+        number = dice.randrange(len(self.known))
+        wanted = body(number, stream=dice.random() < 0.5, max_tokens=1000, ignore_eos=True)
+        self.hang_up(json.dumps(wanted).encode(), dice)
         self.count("clients gone")
+
+    def half(self, dice):
+        """Goes away in the middle of the request."""
+        wanted = json.dumps(body(0)).encode()
+        self.hang_up(wanted[:dice.randrange(len(wanted))], dice, len(wanted))
+        self.count("half requests")
+
+    def hang_up(self, sent, dice, length=None):
+        connection = socket.create_connection(self.server.address.split(":"), timeout=900)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length or len(sent)}\r\n\r\n"
+        connection.sendall(head.encode() + sent)
+        time.sleep(dice.random() / 3)
+        if dice.random() < 0.5:  # with a reset instead of an end
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
+    def slow_sender(self, dice):
+        number = dice.randrange(len(self.known))
+        wanted = json.dumps(body(number)).encode()
+        connection = http.client.HTTPConnection(self.server.address, timeout=900)
+        connection.putrequest("POST", "/v1/chat/completions")
+        connection.putheader("Content-Length", str(len(wanted)))
+        connection.endheaders()
+        began, step = time.monotonic(), len(wanted) // 5 + 1
+        try:
+            for start in range(0, len(wanted), step):
+                connection.send(wanted[start:start + step])
+                time.sleep(dice.random() / 10)
+            response = connection.getresponse()
+        except ConnectionError:
+            # Bodies have a minute; this program may have been stopped for longer in the middle of one.
+            assert time.monotonic() - began > 55, "hung up on a slow sender"
+            self.count("slow senders told that it took too long")
+            return
+        answer = json.load(response)
+        connection.close()
+        assert response.status in (200, 429), answer
+        if response.status == 200:
+            self.check(number, text_of(answer), "slow senders")
 
     def nonsense(self, dice):
         bodies = [b"", b"{", b"[]", b"[" * 5000, b'{"messages": 3}', b'{"messages": [{"role": "user"', os.urandom(200),
@@ -149,6 +201,7 @@ class Load:
         while any(thread.is_alive() for thread in threads):
             samples.append(self.server.memory())
             time.sleep(1)
+            self.left -= 1
         for thread in threads:
             thread.join()
         return samples
@@ -168,41 +221,79 @@ def load(binary, options, state):
     again = [text_of(server.json("POST", "/v1/chat/completions", body(number))[1]) for number in range(24)]
     if again != known:
         run.wrong.append("answers have changed")
-    half = max(samples[len(samples) // 3:len(samples) // 2 + 1])
-    end = max(samples[-max(1, len(samples) // 4):])
-    print(f"load: {options.clients} clients, {options.seconds} s: {run.counts}")
-    print(f"memory: {half >> 20} MiB in the first half, {end >> 20} MiB at the end")
-    if end > half * 1.15 + (32 << 20):
+    half, end = max(samples[:len(samples) // 2 + 1]), max(samples[len(samples) // 2:])
+    print(f"load: {options.clients} clients, {options.seconds} s")
+    for what, count in sorted(run.counts.items()):
+        print(f"  {count:6} {what}")
+    print(f"memory: at most {half >> 20} MiB in the first half, {end >> 20} MiB in the second")
+    if end > half * 1.05 + (16 << 20):
         run.wrong.append("memory grows")
     assert server.stop() == 0, "it did not stop cleanly"
     return run.wrong
 
 
+class Conversation:
+    """A first turn that is longer than a segment on disk, and a second one whose answer is known."""
+
+    def __init__(self, server, number):
+        rules = " ".join(f"Rule {n} of {number}: keep it simple." for n in range(120))
+        self.messages = [{"role": "system", "content": rules}, {"role": "user", "content": "Write a function."}]
+        status, answer = server.json("POST", "/v1/chat/completions", self.request(max_tokens=12))
+        assert status == 200, answer
+        self.read = answer["usage"]["prompt_tokens"]
+        assert self.read > 1024, self.read
+        self.messages += [{"role": "assistant", "content": text_of(answer)}, {"role": "user", "content": "Go on."}]
+        self.expected = None
+
+    def request(self, **more):
+        return {"messages": self.messages, "temperature": 0, **more}
+
+    def go_on(self, server):
+        """The second answer, and how many tokens did not have to be read for it."""
+        status, answer = server.json("POST", "/v1/chat/completions", self.request(max_tokens=8))
+        assert status == 200, answer
+        return text_of(answer), answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def files(state, ending):
+    return {path.name for path in pathlib.Path(state).glob(f"*/*.{ending}")}
+
+
+def stored(server, state, number):
+    """A conversation whose first turn is on disk as a whole."""
+    before = files(state, "state")
+    conversation = Conversation(server, number)
+    while len(files(state, "state") - before) < 2:  # what many begin with, and the end of the answer
+        time.sleep(0.001)
+    conversation.expected, cached = conversation.go_on(server)
+    assert cached >= conversation.read, cached
+    return conversation
+
+
 def kills(binary, options, state):
-    """A session that has been stored once is there after every kill."""
-    wrong, dice = [], random.Random(1)
-    server = Server(binary, state)
-    messages = prompt(1000)
-    first = server.json("POST", "/v1/chat/completions", body(1000))[1]
-    messages += [{"role": "assistant", "content": text_of(first)}, {"role": "user", "content": "Go on."}]
-    follow = {"messages": messages, "temperature": 0, "max_tokens": 8}
-    assert server.stop() == 0  # stored by now
-    expected = None
+    """Sessions that have been stored are there after every kill, and go on with the same words."""
+    wrong, dice, known, middle, checked = [], random.Random(1), [], 0, 0
     for round_ in range(options.kills):
-        server = Server(binary, state, cache=256)
-        status, answer = server.json("POST", "/v1/chat/completions", follow)
-        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        if status != 200 or cached < first["usage"]["prompt_tokens"]:
-            wrong.append(f"kill {round_}: only {cached} tokens were there")
-        expected = expected or text_of(answer)
-        if text_of(answer) != expected:
-            wrong.append(f"kill {round_}: another answer")
+        before = files(state, "state")
+        server = Server(binary, state, cache=64)
+        lost = before - files(state, "state")
+        if lost:
+            wrong.append(f"kill {round_}: {len(lost)} entries were refused")
+        for conversation in known[-1:] + dice.sample(known, min(2, len(known))):
+            text, cached = conversation.go_on(server)
+            checked += 1
+            if cached < conversation.read:
+                wrong.append(f"kill {round_}: only {cached} of {conversation.read} tokens were there")
+            if text != conversation.expected:
+                wrong.append(f"kill {round_}: {text!r} instead of {conversation.expected!r}")
+        known.append(stored(server, state, 10 * round_))
         # Writes are under way when it dies.
-        for number in range(3):
-            server.json("POST", "/v1/chat/completions", body(2000 + 10 * round_ + number, max_tokens=2))
+        Conversation(server, 10 * round_ + 1)
         time.sleep(dice.random() / 50)
         server.stop(kill=True)
-    print(f"kills: {options.kills}, nothing lost" if not wrong else f"kills: {len(wrong)} findings")
+        middle += bool(files(state, "tmp"))
+    print(f"kills: {options.kills}, {middle} of them in the middle of a file; {checked} stored conversations gone on with, "
+          + ("nothing lost, no other word" if not wrong else f"{len(wrong)} findings"))
     return wrong
 
 

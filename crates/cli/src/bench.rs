@@ -3,18 +3,26 @@
 mod ab;
 pub mod args;
 mod kernels;
+mod replay;
 mod report;
 mod roofline;
 mod stats;
 
+pub use replay::Replay;
+pub use report::{peak_line, peaks_json};
+
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use engine::plan::{self, Plan};
 use engine::{Cancel, Engine, LogitRows, Profile, Request, Session};
+use experts::{Monitor, Stats};
 use model::{KvType, Model, Peaks};
 
 use crate::args::BackendName;
+use crate::cache::{self, Room};
+use crate::calibration::{Calibration, Reading};
 use crate::failure::{Failure, Outcome};
 use crate::interrupt;
 use crate::open;
@@ -43,6 +51,9 @@ pub fn run(args: &BenchArgs) -> Result<Outcome, Failure> {
     }
 }
 
+/// Tokens after which hardly an expert of hundreds has not been used.
+const FILLING: usize = 1024;
+
 /// Measures a model.
 fn measure(args: &BenchArgs, path: &Path) -> Result<Outcome, Failure> {
     let shapes = shapes(args)?;
@@ -54,6 +65,7 @@ fn measure(args: &BenchArgs, path: &Path) -> Result<Outcome, Failure> {
     for shape in shapes {
         rows.push(bench.measure(shape)?);
     }
+    bench.calibrate(&rows);
     let results = Results { args, path, bench: &bench, rows };
     if let Some(svg) = &args.roofline.roofline {
         roofline::draw(svg, &results.json())?;
@@ -112,6 +124,8 @@ struct Row {
     seconds: f64,
     /// The stages of that run, or of one of its own where watching costs time.
     profile: Option<Profile>,
+    /// What was loaded in all runs that count, and their seconds.
+    loads: Option<(Stats, Duration)>,
 }
 
 /// What a bench produced.
@@ -133,6 +147,9 @@ struct Bench<'a> {
     name: &'static str,
     variant: String,
     threads: Option<usize>,
+    plan: Plan,
+    /// A view of the cache of experts, if there is one.
+    monitor: Option<Monitor>,
     cancel: Cancel,
 }
 
@@ -148,22 +165,40 @@ impl<'a> Bench<'a> {
         // A fork of a session that does not end between pages has a copy of the last one.
         let fork = if args.depth == 0 { 0 } else { model::state::PAGE };
         let needed = args.depth.saturating_add(longest).saturating_add(fork);
-        let context = args.backend.context.unwrap_or(needed);
+        let context = args.backend.context.unwrap_or(needed.max(FILLING));
         if context < needed {
             return Err(engine::Error::ContextOverflow { needed, context }.into());
         }
-        let threads = match args.backend.backend {
-            BackendName::Cpu => Some(args.backend.threads.unwrap_or_else(cpu::physical_cores)),
-            BackendName::Cuda | BackendName::Reference | BackendName::ReferenceLlama => None,
-        };
-        let started = open::start(&model, &args.backend, context, args.json)?;
+        let threads = cache::threads(&args.backend);
+        let prompts = shapes.iter().filter(|shape| shape.test == Test::Prompt).map(|shape| shape.tokens);
+        let room = Room { context, positions: context, prompt: prompts.max(), lasting: true };
+        let mut backend = args.backend.clone();
+        backend.cache.replay = args.replay.likeness(&backend.cache, args.seed);
+        let started = open::start_for(&model, &backend, room, args.json)?;
         let mut engine = started.engine;
         let peaks = if args.no_profile { Vec::new() } else { engine.backend().peaks() };
         let name = engine.backend().capabilities().name;
         let (base, variant) = (engine.open(), started.variant);
-        let mut bench = Bench { args, engine, model, base, peaks, name, variant, threads, cancel };
+        let (plan, monitor) = (started.plan, started.monitor);
+        let mut bench =
+            Bench { args, engine, model, base, peaks, name, variant, threads, plan, monitor, cancel };
+        bench.fill()?;
         bench.read_depth()?;
         Ok(bench)
+    }
+
+    /// Has experts read that have slots of their own and are read once only, which is no part of a measurement.
+    fn fill(&mut self) -> Result<(), Failure> {
+        if self.monitor.is_none() || self.plan.streamed > 0 {
+            return Ok(());
+        }
+        let ids = random_ids(!self.args.seed, FILLING.min(self.plan.limits.positions), self.model.spec.vocab);
+        let mut session = self.engine.open();
+        let mut request =
+            Request { logits: LogitRows::None, cancel: self.cancel.clone(), ..Request::default() };
+        let result = self.engine.ingest(&mut session, &ids, &mut request);
+        self.engine.close(session);
+        Ok(result.map(|_| ())?)
     }
 
     fn read_depth(&mut self) -> Result<(), Failure> {
@@ -184,13 +219,42 @@ impl<'a> Bench<'a> {
         Ok(result.map(|_| ())?)
     }
 
+    /// Notes what was reached, if that is what the machine can reach: all experts in place, nothing else in the
+    /// way of the measurement.
+    fn calibrate(&mut self, rows: &[Row]) {
+        if self.plan.streamed > 0 || self.args.depth > 0 || self.args.backend.backend != BackendName::Cpu {
+            return;
+        }
+        let mut calibration = Calibration::load();
+        let (capabilities, threads) = (self.engine.backend().capabilities().clone(), self.threads);
+        self.peaks.iter().for_each(|peaks| calibration.note_peaks(&capabilities, peaks));
+        let (model, kv) = (&self.model, self.kv());
+        // What fits a processor's caches says nothing about models that do not.
+        if model.expert_bytes() + model.dense_bytes() < SMALLEST_MODEL {
+            return calibration.store();
+        }
+        let of = |test| rows.iter().filter(move |row| row.shape.test == test);
+        let readings: Vec<Reading> = of(Test::Prompt)
+            .map(|row| {
+                let cost = plan::cost(model, kv, (0, row.shape.tokens), model.spec.moe.experts);
+                let passes = row.shape.tokens.div_ceil(self.plan.chunk);
+                Reading { passes, seconds: row.seconds, operations: cost.operations() as f64 }
+            })
+            .collect();
+        calibration.note_reading(model, &capabilities, threads, &readings);
+        for row in of(Test::Generate) {
+            let cost = plan::cost(model, kv, (row.shape.tokens / 2, 1), model.spec.moe.used);
+            calibration.note_tokens(&capabilities, threads, &cost, row.seconds / row.shape.tokens as f64);
+        }
+        calibration.store();
+    }
+
     fn kv(&self) -> KvType {
         self.args.backend.kv.into()
     }
 
     /// Measures one shape: once for nothing, then as often as asked for.
     fn measure(&mut self, shape: Shape) -> Result<Row, Failure> {
-        let ids = random_ids(self.args.seed, shape.tokens, self.model.spec.vocab);
         let what = match shape.test {
             Test::Prompt => "reading",
             Test::Generate => "writing",
@@ -200,12 +264,20 @@ impl<'a> Bench<'a> {
         let own = watch && self.engine.backend().enqueues();
         let runs = self.args.repeat + 1 + usize::from(own);
         let bar = Bar::tokens(what, shape.tokens * runs, self.args.json);
-        let (mut seconds, mut profiles) = (Vec::new(), Vec::new());
+        let (mut seconds, mut profiles, mut before_runs) = (Vec::new(), Vec::new(), None);
         for run in 0..runs {
             let before = run * shape.tokens;
             let hear = |done: f64| bar.set((before as f64 + done) as u64);
             let extra = run > self.args.repeat;
             let mut profile = (watch && (extra || !own)).then(|| self.profile());
+            // Others each time where there is a cache, which would have just what is needed.
+            let turn = if self.monitor.is_some() { run as u64 } else { 0 };
+            let seed = self.args.seed.wrapping_add(turn);
+            let ids = random_ids(seed, shape.tokens, self.model.spec.vocab);
+            let stats = self.monitor.as_ref().map(Monitor::stats);
+            if run == 1 {
+                before_runs = stats;
+            }
             let time = self.once(shape.test, &ids, profile.as_mut(), &hear)?;
             if run > 0 {
                 profiles.extend(profile);
@@ -215,6 +287,10 @@ impl<'a> Bench<'a> {
             }
         }
         bar.finish();
+        let loads = self.monitor.as_ref().zip(before_runs).map(|(monitor, before)| {
+            let all = Duration::from_secs_f64(seconds.iter().sum());
+            (monitor.stats().since(&before), all)
+        });
         let middle = stats::middle(&seconds).unwrap_or(0);
         let profile = if own { profiles.pop() } else { profiles.into_iter().nth(middle) };
         if let Some((stage, computed, wanted)) = profile.iter().flat_map(|p| p.skipped(shape.tokens)).next() {
@@ -224,7 +300,7 @@ impl<'a> Bench<'a> {
         }
         let rates = seconds.iter().map(|seconds| shape.tokens as f64 / seconds.max(1e-9)).collect();
         let rates = Samples::new(rates).expect("at least one measurement");
-        Ok(Row { shape, rates, seconds: seconds[middle], profile })
+        Ok(Row { shape, rates, seconds: seconds[middle], profile, loads })
     }
 
     fn profile(&self) -> Profile {
@@ -277,6 +353,9 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 }
+
+/// Bytes of the smallest model whose speed is one of the machine.
+const SMALLEST_MODEL: u64 = 512 << 20;
 
 /// Uniform token ids from a SplitMix64 sequence.
 fn random_ids(seed: u64, count: usize, vocabulary: usize) -> Vec<u32> {

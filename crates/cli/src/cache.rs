@@ -4,37 +4,128 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use engine::machine::Spare;
-use engine::plan::{Cache, Plan};
+use engine::plan::{Cache, CacheWish, Needs, Plan, Rates};
 use experts::{Io, Layout, Monitor, Options, Stats, Store, reader};
 use model::{Backend, CopyStats, ExpertSource, Limits, MappedExperts, Model};
 
 use serde_json::{Value, json};
 
 use crate::args::{BackendArgs, BackendName};
+use crate::bench::Replay;
 use crate::cache_args::{CacheArgs, IoName};
+use crate::calibration::{Calibration, Disk};
 use crate::failure::Failure;
 use crate::{gpu, report};
 
-/// The plan of memory for `model` on this machine, or with the memory that `spare` says.
+/// What an engine will have to hold.
+#[derive(Clone, Copy, Debug)]
+pub struct Room {
+    /// Most tokens of a session.
+    pub context: usize,
+    /// Positions over all sessions.
+    pub positions: usize,
+    /// Tokens of the prompt, if they are known.
+    pub prompt: Option<usize>,
+    /// Whether many prompts are to come.
+    pub lasting: bool,
+}
+
+/// A plan, and how experts are read.
+pub struct Planned {
+    /// The plan.
+    pub plan: Plan,
+    /// The reader.
+    pub io: Io,
+    /// What the machine reaches, as far as it is known.
+    pub rates: Rates,
+}
+
+/// How the CPU computes, by the arguments.
+pub fn cpu_options(args: &BackendArgs) -> cpu::Options {
+    cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() }
+}
+
+/// Threads that compute, where that is known.
+pub fn threads(args: &BackendArgs) -> Option<usize> {
+    (args.backend == BackendName::Cpu).then(|| args.threads.unwrap_or_else(cpu::physical_cores))
+}
+
+/// The plan for `model` on this machine, or with the memory that `spare` says.
 pub fn plan(
     model: &Model,
     args: &BackendArgs,
-    limits: &Limits,
+    room: &Room,
     spare: Option<Spare>,
-) -> Result<Plan, Failure> {
-    use engine::plan::CacheWish;
+) -> Result<Planned, Failure> {
     if args.backend == BackendName::Cuda {
-        return gpu::plan(model, args, limits);
+        return gpu::plan(model, args, room);
     }
     // The reference computes from the mapped file.
     let is_cpu = args.backend == BackendName::Cpu;
-    let wish = match args.cache.cache {
+    let cache = match args.cache.cache {
         CacheWish::Auto if !is_cpu => CacheWish::Mapped,
         wish => wish,
     };
-    let scratch = if is_cpu { cpu::Cpu::scratch_bytes(&model.spec, limits) } else { 0 };
-    let floor = floor(model);
-    Ok(Plan::new(model, limits, (scratch, floor), wish, spare.as_ref())?)
+    let exact = is_cpu.then(|| cpu::is_exact(&cpu_options(args))).transpose()?;
+    let scratch = |limits: &Limits| exact.map_or(0, |exact| cpu::Cpu::scratch_bytes(model, limits, exact));
+    let needs = Needs {
+        positions: room.positions,
+        context: room.context,
+        kv: args.kv.into(),
+        prompt: room.prompt,
+        // Chunks are chosen by what the CPU's memory and speed allow.
+        chunk: args.chunk.or((!is_cpu).then_some(engine::Options::default().chunk)),
+        scratch: &scratch,
+        floor: floor(model),
+        cache,
+        lasting: room.lasting,
+    };
+    let mut calibration = Calibration::load();
+    let capabilities = is_cpu.then(|| cpu::capabilities(&cpu_options(args))).transpose()?;
+    let rates = |calibration: &Calibration, disk| match &capabilities {
+        Some(capabilities) => calibration.rates(capabilities, threads(args), disk),
+        None => Rates::default(),
+    };
+    let make = |rates: Rates, io| {
+        let plan = Plan::new(model, &needs, spare.as_ref(), &rates)?;
+        Ok::<_, Failure>(Planned { plan, io, rates })
+    };
+    let resident = make(rates(&calibration, None), Io::Cached)?;
+    let disk = match resident.plan.cache {
+        Cache::Mapped => None,
+        Cache::Slots(_) => disk(model, args, &mut calibration),
+    };
+    let with = |io| make(rates(&calibration, disk.map(|disk| (disk, io))), io);
+    match args.cache.io {
+        IoName::Direct => with(Io::Direct),
+        IoName::Cached => with(Io::Cached),
+        IoName::Mmap => with(Io::Mapped),
+        // Direct reads leave the processors and the file cache to others, so they may be a little slower.
+        IoName::Auto if disk.is_some_and(|disk| disk.direct.is_some()) => {
+            let (direct, cached) = (with(Io::Direct)?, with(Io::Cached)?);
+            let is_good = direct.plan.seconds_per_row() <= 1.02 * cached.plan.seconds_per_row();
+            Ok(if is_good { direct } else { cached })
+        }
+        IoName::Auto => with(Io::Cached),
+    }
+}
+
+/// Rates of the model's disk: measured now where the faster reader is asked for, since that depends on what the file
+/// cache holds, else those known.
+fn disk(model: &Model, args: &BackendArgs, calibration: &mut Calibration) -> Option<Disk> {
+    let file = model.gguf.shards().first()?.path();
+    let known = calibration.disk(file);
+    if known.is_some() && args.cache.io != IoName::Auto {
+        return known;
+    }
+    let readers = usize::from(args.cache.readers);
+    let (direct, cached) = reader::measure(file, 2 * readers.max(4), readers).ok()?;
+    let disk = Disk { direct, cached };
+    if known.is_none() {
+        calibration.note_disk(file, disk);
+        calibration.store();
+    }
+    Some(disk)
 }
 
 /// Bytes of the smallest cache that works, whatever the reader.
@@ -57,19 +148,54 @@ pub fn line(plan: &Plan, backend: BackendName) -> String {
     let warning =
         plan.warning.as_ref().map_or(String::new(), |warning| format!("\nredlite: warning: {warning}"));
     format!(
-        "redlite: {cache}: {}; the rest takes {}{warning}",
+        "redlite: {cache}: {}; chunks of {}: {}; the rest takes {}{}{warning}",
         plan.reason,
-        report::size(plan.without_experts())
+        plan.chunk,
+        plan.chunk_reason,
+        report::size(plan.without_experts()),
+        expectation(plan).map_or(String::new(), |text| format!("; expected {text}")),
     )
+}
+
+/// Rates that can be expected, if any.
+pub fn expectation(plan: &Plan) -> Option<String> {
+    let ingestion = plan.expected.ingestion.map(|rate| format!("{rate:.0} tok/s read"));
+    let decode = plan.expected.decode.map(|(rate, hits)| {
+        let found = if hits < 1.0 { format!(" if {:.0} % are found", 100.0 * hits) } else { String::new() };
+        format!("{rate:.1} tok/s written{found}")
+    });
+    let parts: Vec<String> = ingestion.into_iter().chain(decode).collect();
+    (!parts.is_empty()).then(|| parts.join(", "))
 }
 
 /// Experts as the plan has them, and a view of the store, if it is one.
 pub fn source(
     model: &Arc<Model>,
     backend: &mut dyn Backend,
-    (args, plan): (&CacheArgs, &Plan),
+    (args, planned): (&CacheArgs, &Planned),
     fetched: Option<gpu::Fetched>,
 ) -> Result<(Box<dyn ExpertSource + Send>, Option<Monitor>), Failure> {
+    let (source, monitor) = unforced(model, backend, (args, planned), fetched)?;
+    let Some((like, bytes)) = args.replay else { return Ok((source, monitor)) };
+    let own = || monitor.as_ref().map(|monitor| monitor.layout().clone());
+    let layout = match bytes {
+        Some(bytes) => Some(Layout::new(model, Some(bytes), reader::DIRECT_BLOCK)?),
+        None => own(),
+    };
+    let layout = layout.ok_or_else(|| {
+        Failure::Usage("--trace-hits needs a cache to find them in: --cache or --trace-cache".to_string())
+    })?;
+    Ok((Box::new(Replay::new(source, model, layout, like)), monitor))
+}
+
+/// As [`source`], with experts as the routers choose them.
+fn unforced(
+    model: &Arc<Model>,
+    backend: &mut dyn Backend,
+    (args, planned): (&CacheArgs, &Planned),
+    fetched: Option<gpu::Fetched>,
+) -> Result<(Box<dyn ExpertSource + Send>, Option<Monitor>), Failure> {
+    let plan = &planned.plan;
     let budget = match plan.cache {
         Cache::Mapped => return Ok((Box::new(MappedExperts::new(model)), None)),
         Cache::Slots(bytes) if bytes >= plan.experts => None,
@@ -77,12 +203,19 @@ pub fn source(
     };
     let options = Options {
         budget,
-        io: io(model, args.io),
+        io: planned.io,
         readers: args.readers.into(),
         look_ahead: args.look_ahead.0,
+        route_bias: args.route_bias.unwrap_or(0.0),
         trace: args.trace,
         ..Options::default()
     };
+    if options.route_bias != 0.0 {
+        report::say(format_args!(
+            "redlite: warning: --route-bias {} prefers experts in the cache: answers change, and depend on what it holds",
+            options.route_bias
+        ));
+    }
     let Some(fetched) = fetched else {
         let store = Store::new(model, backend, options)?;
         let monitor = store.monitor();
@@ -93,20 +226,6 @@ pub fn source(
     let store = Store::with_reader(model, backend, options, reader)?;
     let monitor = store.monitor();
     Ok((Box::new(cuda::Fetching::new(model, store, fetched.rows)), Some(monitor)))
-}
-
-/// The reader asked for, or the faster one: a few large reads of each tell. Direct reads leave the file cache to
-/// others, so they may be a little slower.
-fn io(model: &Model, name: IoName) -> Io {
-    match name {
-        IoName::Direct => Io::Direct,
-        IoName::Cached => Io::Cached,
-        IoName::Mmap => Io::Mapped,
-        IoName::Auto => match reader::measure(model.gguf.shards()[0].path(), 6) {
-            Ok((Some(direct), cached)) if direct >= 0.8 * cached => Io::Direct,
-            _ => Io::Cached,
-        },
-    }
 }
 
 /// What was loaded in each phase of a run.
@@ -139,14 +258,10 @@ impl Loads {
         self.marks.windows(2).map(|pair| {
             let [(before, copied_before), (after, copied)] = pair else { unreachable!("windows of two") };
             let bytes = copied.bytes - copied_before.bytes;
-            let copies = CopyStats {
-                bytes,
-                seconds: copied.seconds - copied_before.seconds,
-                found: copied.found - copied_before.found,
-                fetched: copied.fetched - copied_before.fetched,
-                fetched_ahead: copied.fetched_ahead - copied_before.fetched_ahead,
-            };
-            (after.since(before), copies)
+            let seconds = copied.seconds - copied_before.seconds;
+            let (found, fetched) =
+                (copied.found - copied_before.found, copied.fetched - copied_before.fetched);
+            (after.since(before), CopyStats { bytes, seconds, found, fetched })
         })
     }
 
@@ -161,25 +276,12 @@ impl Loads {
     /// The phases as JSON: reading, writing.
     pub fn json(&self) -> Option<Value> {
         let phase = |(stats, copies): (Stats, CopyStats)| {
-            json!({
-                "experts": stats.loads,
-                "bytes": stats.bytes,
-                "reader_seconds": stats.busy.as_secs_f64(),
-                "wait_seconds": stats.wait.as_secs_f64(),
-                "hits": stats.hits,
-                "ahead": stats.ahead,
-                "misses": stats.misses,
-                "predicted": stats.predicted,
-                "predicted_loads": stats.predicted_loads,
-                "predicted_used": stats.predicted_used,
-                "predicted_cancelled": stats.predicted_cancelled,
-                "predicted_wasted": stats.predicted_wasted,
-                "copied_bytes": copies.bytes,
-                "copy_seconds": copies.seconds,
-                "gpu_found": copies.found,
-                "gpu_fetched": copies.fetched,
-                "gpu_fetched_ahead": copies.fetched_ahead,
-            })
+            let mut value = stats_json(&stats);
+            value["copied_bytes"] = copies.bytes.into();
+            value["copy_seconds"] = copies.seconds.into();
+            value["gpu_found"] = copies.found.into();
+            value["gpu_fetched"] = copies.fetched.into();
+            value
         };
         self.monitor.is_some().then(|| self.phases().map(phase).collect())
     }
@@ -191,10 +293,9 @@ fn copies_of(copies: &CopyStats, time: Duration) -> String {
     let fetched = match by_itself {
         0 => String::new(),
         all => format!(
-            "; the GPU found {:.1} % of {all} experts in its slots and fetched {}, {} more ahead",
+            "; the GPU found {:.1} % of {all} experts in its slots and fetched {}",
             100.0 * copies.found as f64 / all as f64,
-            copies.fetched,
-            copies.fetched_ahead,
+            copies.fetched
         ),
     };
     if copies.bytes == 0 {
@@ -208,8 +309,26 @@ fn copies_of(copies: &CopyStats, time: Duration) -> String {
     )
 }
 
+/// What a store did, as JSON.
+pub fn stats_json(stats: &Stats) -> Value {
+    json!({
+        "experts": stats.loads,
+        "bytes": stats.bytes,
+        "reader_seconds": stats.busy.as_secs_f64(),
+        "wait_seconds": stats.wait.as_secs_f64(),
+        "hits": stats.hits,
+        "ahead": stats.ahead,
+        "misses": stats.misses,
+        "predicted": stats.predicted,
+        "predicted_loads": stats.predicted_loads,
+        "predicted_used": stats.predicted_used,
+        "predicted_cancelled": stats.predicted_cancelled,
+        "predicted_wasted": stats.predicted_wasted,
+    })
+}
+
 /// Bytes, loads, how busy the readers were, how long computation waited, and where experts were found.
-fn line_of(name: &str, stats: &Stats, time: Duration) -> String {
+pub fn line_of(name: &str, stats: &Stats, time: Duration) -> String {
     let seconds = time.as_secs_f64().max(1e-9);
     let share = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
     let mut line = format!(

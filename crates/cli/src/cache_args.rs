@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use engine::plan::CacheWish;
+use experts::simulate::Likeness;
 
 use crate::args::BackendArgs;
 
@@ -30,6 +31,13 @@ pub struct CacheArgs {
     /// Whether all experts lie in pinned memory of the host, from where a GPU with a cache fetches them by itself.
     #[arg(long, value_enum, default_value = "auto")]
     pub pin: Pin,
+    /// Prefer experts that are in the cache while generating: X is added to their router logits. Fewer are read,
+    /// but answers change, and depend on what the cache holds [default: off].
+    #[arg(long, value_name = "X", value_parser = parse_bias)]
+    pub route_bias: Option<f32>,
+    /// A routing trace to be replayed, for a cache of so many bytes [that of the plan].
+    #[arg(skip)]
+    pub replay: Option<(Likeness, Option<u64>)>,
     /// Whether times of every load are kept.
     #[arg(skip)]
     pub trace: bool,
@@ -43,6 +51,9 @@ pub struct PlanArgs {
     /// Memory to plan with [default: what this machine can spare now].
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub memory: Option<u64>,
+    /// Tokens of a prompt to plan for [default: long ones].
+    #[arg(long, value_name = "N", value_parser = crate::args::parse_positive)]
+    pub prompt: Option<usize>,
     /// Backend.
     #[command(flatten)]
     pub backend: BackendArgs,
@@ -116,6 +127,13 @@ fn parse_cache(text: &str) -> Result<CacheWish, String> {
         size => parse_size(size)
             .map(CacheWish::Bytes)
             .map_err(|error| format!("{error}; or be `full`, `auto`, `mmap`")),
+    }
+}
+
+fn parse_bias(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(bias) if (0.0..=100.0).contains(&bias) => Ok(bias),
+        _ => Err("is a number from 0 to 100".to_string()),
     }
 }
 

@@ -43,6 +43,9 @@ pub enum Failure {
     /// Planning memory.
     #[error(transparent)]
     Plan(#[from] engine::plan::NotEnough),
+    /// Downloading.
+    #[error(transparent)]
+    Pull(crate::pull::Error),
     /// Making files.
     #[error(transparent)]
     Forge(forge::Error),
@@ -76,6 +79,15 @@ impl From<engine::Error> for Failure {
         match error {
             engine::Error::Cancelled { .. } => Failure::Interrupted,
             other => Failure::Engine(other),
+        }
+    }
+}
+
+impl From<crate::pull::Error> for Failure {
+    fn from(error: crate::pull::Error) -> Failure {
+        match error {
+            crate::pull::Error::Cancelled => Failure::Interrupted,
+            other => Failure::Pull(other),
         }
     }
 }

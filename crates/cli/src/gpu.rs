@@ -5,35 +5,69 @@ use std::sync::Arc;
 
 use cuda::PinnedExperts;
 use engine::machine::{self, Spare};
-use engine::plan::{Cache, CacheWish, Plan};
-use experts::Reader;
+use engine::plan::{Cache, CacheWish, Needs, Plan, Rates};
+use experts::{Io, Reader};
+use model::state::{PAGE, SnapshotShape};
 use model::{Backend, Limits, Model};
 
 use crate::args::BackendArgs;
-use crate::cache_args::Pin;
+use crate::cache::{Planned, Room};
+use crate::cache_args::{IoName, Pin};
 use crate::failure::Failure;
 use crate::{cache, open, report};
+
+/// Tokens of a chunk: enough for the products; and where every expert crosses the link once a chunk, enough to hide that.
+const CHUNK: usize = 8192;
+const STREAMED_CHUNK: usize = 16384;
 
 /// The plan of the GPU's memory for `model`: of what is free there, or of what the arguments allow.
 ///
 /// [`Cache::Mapped`] means that the GPU holds a copy of every expert.
-pub fn plan(model: &Model, args: &BackendArgs, limits: &Limits) -> Result<Plan, Failure> {
+pub fn plan(model: &Model, args: &BackendArgs, room: &Room) -> Result<Planned, Failure> {
     if args.cache.cache == CacheWish::Mapped {
         let message =
             "a GPU does not compute from the mapped file: use `--cache` with a size, `full` or `auto`";
         return Err(Failure::Usage(message.to_string()));
     }
-    let spare = spare(args)?;
-    let memory = cuda::Memory::new(model, limits);
-    let mut plan = Plan::new(model, limits, (0, cache::floor(model)), args.cache.cache, None)?;
-    // What the plan does not know of: the embedding, decoded weights, one more state.
-    plan.scratch = memory.rest().saturating_sub(plan.dense + plan.kv + plan.state);
-    plan.choose(cache::floor(model), args.cache.cache, Some(&spare))?;
-    match (plan.cache, args.cache.cache) {
-        (Cache::Slots(bytes), CacheWish::Full) if bytes >= plan.experts => plan.cache = Cache::Mapped,
-        _ => {}
+    let (spare, rates) = (spare(args)?, Rates::default());
+    // Beside what the plan knows of: the embedding, decoded weights, one more state.
+    let scratch = |limits: &Limits| {
+        let shape = SnapshotShape::new(&model.spec, limits.kv);
+        let kv = limits.positions.next_multiple_of(PAGE) * shape.position_len() * limits.kv.bytes();
+        let known = model.dense_bytes() + (kv + 2 * shape.slot_len() * size_of::<f32>()) as u64;
+        cuda::Memory::new(model, limits).rest().saturating_sub(known)
+    };
+    let with_chunk = |chunk| {
+        let needs = Needs {
+            positions: room.positions,
+            context: room.context,
+            kv: args.kv.into(),
+            prompt: room.prompt,
+            chunk: Some(chunk),
+            scratch: &scratch,
+            floor: cache::floor(model),
+            cache: args.cache.cache,
+            // What fits is copied as a whole.
+            lasting: false,
+        };
+        Plan::new(model, &needs, Some(&spare), &rates)
+    };
+    let mut plan = with_chunk(args.chunk.unwrap_or(CHUNK))?;
+    if args.cache.cache == CacheWish::Full {
+        plan.cache = Cache::Mapped;
     }
-    Ok(plan)
+    if matches!(plan.cache, Cache::Slots(_)) && args.chunk.is_none() {
+        plan = with_chunk(STREAMED_CHUNK).unwrap_or(plan);
+    }
+    let io = match args.cache.io {
+        IoName::Direct => Io::Direct,
+        IoName::Cached => Io::Cached,
+        IoName::Mmap => Io::Mapped,
+        // Only a file that the host can hold stays in its cache.
+        IoName::Auto if holds(model) => Io::Cached,
+        IoName::Auto => Io::Direct,
+    };
+    Ok(Planned { plan, io, rates })
 }
 
 /// Memory of the GPU that may be taken.
@@ -45,6 +79,19 @@ pub fn spare(args: &BackendArgs) -> Result<Spare, Failure> {
         (None, Ok(free)) => Ok(Spare { bytes: free, limit: "the GPU's free memory" }),
         (None, Err(error)) => Err(error.into()),
     }
+}
+
+/// Bytes of the host's memory that are pinned: what copies come from, or all experts besides.
+pub fn pinned(model: &Model, args: &BackendArgs, plan: &Plan) -> u64 {
+    let all = if fetches(model, args, plan).is_some() { plan.experts } else { 0 };
+    cuda::Memory::new(model, &plan.limits).pinned + all
+}
+
+/// Bytes of slots that the GPU fetches experts to by itself, if the host keeps all of them in pinned memory.
+fn fetches(model: &Model, args: &BackendArgs, plan: &Plan) -> Option<u64> {
+    let Cache::Slots(bytes) = plan.cache else { return None };
+    let (window, pins) = (window(model), pins(model, args.cache.pin));
+    bytes.checked_sub(window).filter(|&rest| rest >= window && pins)
 }
 
 /// What a GPU that fetches experts by itself needs beside the backend.
@@ -62,7 +109,6 @@ pub fn start(
     model: &Arc<Model>,
     args: &BackendArgs,
     plan: &Plan,
-    limits: Limits,
     quiet: bool,
 ) -> Result<(Box<dyn Backend>, Option<Fetched>), Failure> {
     let slots = match plan.cache {
@@ -71,22 +117,15 @@ pub fn start(
     };
     let options = cuda::Options { slots, memory: args.cache.gpu_memory, ..cuda::Options::default() };
     let weights = open::load(model, quiet)?;
-    let mut backend = cuda::Cuda::new(model.clone(), &weights, limits, options)?;
+    let mut backend = cuda::Cuda::new(model.clone(), &weights, plan.limits, options)?;
     drop(weights);
-    let window = window(model);
-    let Some(fetches) = slots.and_then(|bytes| bytes.checked_sub(window)).filter(|&rest| rest >= window)
-    else {
-        return Ok((Box::new(backend), None));
-    };
-    if !pins(model, args.cache.pin) {
-        return Ok((Box::new(backend), None));
-    }
+    let Some(fetches) = fetches(model, args, plan) else { return Ok((Box::new(backend), None)) };
     if !quiet {
         report::say(format_args!("redlite: {} of experts in pinned memory", report::size(plan.experts)));
     }
     let home = Arc::new(PinnedExperts::read(model, options.device)?);
-    let rows = backend.fetch_from(home.clone(), fetches, args.cache.look_ahead.0)?;
-    Ok((Box::new(backend), Some(Fetched { home, window, rows })))
+    let rows = backend.fetch_from(home.clone(), fetches)?;
+    Ok((Box::new(backend), Some(Fetched { home, window: window(model), rows })))
 }
 
 /// Bytes of slots that large passes stream through while the rest is the GPU's own: a layer and a half of experts.
@@ -100,8 +139,13 @@ fn pins(model: &Model, pin: Pin) -> bool {
     match pin {
         Pin::On => true,
         Pin::Off => false,
-        Pin::Auto => machine::spare_memory().is_some_and(|spare| model.expert_bytes() <= spare.bytes / 5 * 4),
+        Pin::Auto => holds(model),
     }
+}
+
+/// Whether the host can hold all experts and has some memory left.
+fn holds(model: &Model) -> bool {
+    machine::spare_memory().is_some_and(|spare| model.expert_bytes() <= spare.bytes / 5 * 4)
 }
 
 /// Experts in pinned memory as a reader of the file.
@@ -110,6 +154,10 @@ pub struct PinnedReader(pub Arc<PinnedExperts>);
 impl Reader for PinnedReader {
     fn alignment(&self) -> usize {
         1
+    }
+
+    fn bytes(&self, shard: usize, offset: u64, len: usize) -> Option<&[u8]> {
+        self.0.bytes(shard, offset, len)
     }
 
     fn read(&self, shard: usize, offset: u64, buffers: &mut [IoSliceMut<'_>], _: usize) -> io::Result<()> {

@@ -1,6 +1,7 @@
-//! Ctrl-C: the first asks the work to stop at its next step, a later one ends the program.
+//! Ctrl-C: the first asks the work to stop at its next step, a later one ends the program. Or, in a conversation, each
+//! stops what is being done, and only one at rest ends the program.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use engine::Cancel;
@@ -15,6 +16,14 @@ const AGAIN: Duration = Duration::from_millis(500);
 /// # Errors
 /// [`Failure::Usage`] if the system refuses a handler.
 pub fn on_ctrl_c() -> Result<Cancel, Failure> {
+    on_ctrl_c_then(|| ())
+}
+
+/// As [`on_ctrl_c`]; `wake` is called once the flag is raised, for work that waits for something else.
+///
+/// # Errors
+/// [`Failure::Usage`] if the system refuses a handler.
+pub fn on_ctrl_c_then(wake: impl Fn() + Send + 'static) -> Result<Cancel, Failure> {
     let cancel = Cancel::new();
     let raised = cancel.clone();
     let first: Mutex<Option<Instant>> = Mutex::new(None);
@@ -26,8 +35,56 @@ pub fn on_ctrl_c() -> Result<Cancel, Failure> {
         }
         first.get_or_insert_with(Instant::now);
         raised.cancel();
+        wake();
     };
     ctrlc::set_handler(handler)
         .map_err(|error| Failure::Usage(format!("cannot listen for Ctrl-C: {error}")))?;
     Ok(cancel)
+}
+
+/// What Ctrl-C stops in a conversation.
+#[derive(Clone)]
+pub struct Stop(Arc<Mutex<Doing>>);
+
+/// What a conversation is doing.
+enum Doing {
+    /// Work that this stops.
+    Work(Cancel),
+    /// Nothing since then.
+    Rest(Instant),
+    /// What nobody minds to lose.
+    Start,
+}
+
+impl Stop {
+    /// Listens for Ctrl-C. One that comes just when the work has ended was meant for the work, if a person sends it
+    /// from a terminal.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] if the system refuses a handler.
+    pub fn listen(terminal: bool) -> Result<Stop, Failure> {
+        let stop = Stop(Arc::new(Mutex::new(Doing::Start)));
+        let heard = stop.clone();
+        let handler = move || match &*heard.doing() {
+            Doing::Work(cancel) => cancel.cancel(),
+            Doing::Rest(since) if terminal && since.elapsed() < AGAIN => {}
+            Doing::Rest(_) | Doing::Start => std::process::exit(130),
+        };
+        ctrlc::set_handler(handler)
+            .map_err(|error| Failure::Usage(format!("cannot listen for Ctrl-C: {error}")))?;
+        Ok(stop)
+    }
+
+    /// Does something that Ctrl-C stops.
+    pub fn during<T>(&self, work: impl FnOnce(&Cancel) -> T) -> T {
+        let cancel = Cancel::new();
+        *self.doing() = Doing::Work(cancel.clone());
+        let done = work(&cancel);
+        *self.doing() = Doing::Rest(Instant::now());
+        done
+    }
+
+    fn doing(&self) -> MutexGuard<'_, Doing> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }

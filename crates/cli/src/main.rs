@@ -4,17 +4,23 @@ mod args;
 mod bench;
 mod cache;
 mod cache_args;
+mod calibration;
+mod chat;
+mod experts;
 mod failure;
+mod folders;
 mod forge_files;
 mod gpu;
 mod info;
 mod interrupt;
+mod kept;
 mod logits;
 mod open;
 mod parity;
 mod perplexity;
 mod planning;
 mod prompt;
+mod pull;
 mod report;
 mod run;
 mod serve;
@@ -33,7 +39,9 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
         Command::Run(args) => run::run(&args),
+        Command::Chat(args) => chat::run(&args),
         Command::Serve(args) => serve::run(&args),
+        Command::Pull(args) => pull::run(&args),
         Command::Plan(args) => planning::plan(&args),
         Command::Doctor(args) => planning::doctor(&args),
         Command::Info(args) => info::run(&args),
@@ -44,6 +52,7 @@ fn main() -> ExitCode {
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Logits(args) => logits::run(&args),
         Command::Parity(args) => parity::run(&args),
+        Command::Experts(args) => experts::run(&args),
         Command::Bench(args) => bench::run(&args),
     };
     match result {

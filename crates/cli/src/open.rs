@@ -4,12 +4,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use engine::plan::Plan;
 use engine::{Engine, Options};
 use experts::Monitor;
 use model::{Backend, Limits, Model, ResidentWeights};
 use text::Tokenizer;
 
 use crate::args::{BackendArgs, BackendName};
+use crate::cache::Room;
 use crate::failure::Failure;
 use crate::report::{self, Bar};
 use crate::{cache, gpu};
@@ -62,6 +64,8 @@ pub struct Started {
     pub variant: String,
     /// A view of the cache of experts, if there is one.
     pub monitor: Option<Monitor>,
+    /// What it was planned to be.
+    pub plan: Plan,
 }
 
 /// Loads `model` on the backend the arguments name, with room for `context` positions.
@@ -71,43 +75,48 @@ pub fn start(
     context: usize,
     quiet: bool,
 ) -> Result<Started, Failure> {
-    start_with_room(model, args, (context, context), quiet)
+    let room = Room { context, positions: context, prompt: None, lasting: false };
+    start_for(model, args, room, quiet)
 }
 
-/// As [`start`], for sessions of at most `context` positions and room for `positions` over all of them.
+/// As [`start`], for many prompts to come, in sessions of at most `context` positions and room for `positions` over
+/// all of them.
 pub fn start_with_room(
     model: &Arc<Model>,
     args: &BackendArgs,
     (context, positions): (usize, usize),
     quiet: bool,
 ) -> Result<Started, Failure> {
-    let began = Instant::now();
+    start_for(model, args, Room { context, positions, prompt: None, lasting: true }, quiet)
+}
+
+/// As [`start`], for what is known to come.
+pub fn start_for(
+    model: &Arc<Model>,
+    args: &BackendArgs,
+    room: Room,
+    quiet: bool,
+) -> Result<Started, Failure> {
+    let (began, context) = (Instant::now(), room.context);
     let trained = model.spec.context;
     if context > trained {
         return Err(Failure::Usage(format!(
             "a context of {context} is more than the {trained} of the model"
         )));
     }
-    let limits = Limits { pass_rows: pass_rows(args.chunk, context), positions, kv: args.kv.into() };
-    let options = cpu::Options { threads: args.threads, exact: args.exact, ..cpu::Options::default() };
-    let plan = cache::plan(model, args, &limits, engine::machine::spare_memory())?;
+    let planned = cache::plan(model, args, &room, engine::machine::spare_memory())?;
     if !quiet {
-        report::say(format_args!("{}", cache::line(&plan, args.backend)));
+        report::say(cache::line(&planned.plan, args.backend));
     }
     let (mut backend, fetched) = match args.backend {
-        BackendName::Cuda => gpu::start(model, args, &plan, limits, quiet)?,
-        name => (backend(model, name, options, limits, quiet)?, None),
+        BackendName::Cuda => gpu::start(model, args, &planned.plan, quiet)?,
+        name => (backend(model, name, cache::cpu_options(args), planned.plan.limits, quiet)?, None),
     };
     let variant = backend.capabilities().variant.clone();
-    let (experts, monitor) = cache::source(model, &mut *backend, (&args.cache, &plan), fetched)?;
-    let options = Options { chunk: args.chunk, context };
+    let (experts, monitor) = cache::source(model, &mut *backend, (&args.cache, &planned), fetched)?;
+    let options = Options { chunk: planned.plan.chunk, context };
     let engine = Engine::new(model.clone(), backend, experts, options);
-    Ok(Started { engine, load: began.elapsed(), variant, monitor })
-}
-
-/// Rows of the largest pass when `positions` tokens are read in chunks of `chunk`: a tail may join the last one.
-pub fn pass_rows(chunk: usize, positions: usize) -> usize {
-    chunk.max(model::GRID).saturating_add(model::GRID).min(positions.max(model::GRID))
+    Ok(Started { engine, load: began.elapsed(), variant, monitor, plan: planned.plan })
 }
 
 /// A backend by name; `options` are those of the CPU.

@@ -70,7 +70,7 @@ pub fn options(args: &ParityArgs) -> cpu::Options {
 }
 
 pub fn limits(args: &ParityArgs, positions: usize) -> Limits {
-    Limits { pass_rows: open::pass_rows(args.chunk, positions), positions, kv: args.kv.into() }
+    Limits { pass_rows: engine::plan::pass_rows(args.chunk, positions), positions, kv: args.kv.into() }
 }
 
 fn backends(

@@ -3,47 +3,49 @@
 use std::io::Write;
 
 use engine::machine::{self, Spare};
-use engine::plan::{Cache, Plan};
+use engine::plan::{Cache, Plan, Rates};
 use experts::reader;
 use gguf::Shard;
-use model::{Limits, Model};
+use model::{Model, Peaks};
 use serde_json::{Value, json};
 
 use crate::args::BackendName;
+use crate::bench::{peak_line, peaks_json};
+use crate::cache::{Planned, Room};
 use crate::cache_args::{DoctorArgs, PlanArgs};
+use crate::calibration::{Calibration, Disk};
 use crate::failure::{Failure, Outcome};
-use crate::{cache, gpu, open, report};
+use crate::{cache, gpu, report};
 
 /// Runs `plan`.
 pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
     let fail = |source| Failure::Model { path: args.model.clone(), source };
     let model = Model::open(&args.model).map_err(fail)?;
     let context = args.backend.context.unwrap_or(model.spec.context.min(4096));
-    let limits = Limits {
-        pass_rows: open::pass_rows(args.backend.chunk, context),
-        positions: context,
-        kv: args.backend.kv.into(),
-    };
+    let room = Room { context, positions: context, prompt: args.prompt, lasting: args.prompt.is_none() };
     let on_gpu = args.backend.backend == BackendName::Cuda;
     let given = args.memory.map(|bytes| Spare { bytes, limit: "--memory" });
     let spare = match on_gpu {
         true => Some(gpu::spare(&args.backend)?),
         false => given.or_else(machine::spare_memory),
     };
-    let plan = cache::plan(&model, &args.backend, &limits, spare.clone())?;
+    let Planned { plan, io, rates } = cache::plan(&model, &args.backend, &room, spare.clone())?;
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", to_json(&plan, spare.as_ref(), context))?;
+        writeln!(out, "{}", to_json(&plan, &rates, spare.as_ref(), context))?;
         return Ok(Outcome::Success);
     }
     let slots = match plan.cache {
         Cache::Mapped if on_gpu => format!("{} (all of them, on the GPU)", report::size(plan.experts)),
         Cache::Mapped => "0 B (experts from the mapped file)".to_string(),
         Cache::Slots(bytes) => {
-            format!("{} ({:.0} %)", report::size(bytes), 100.0 * bytes as f64 / plan.experts.max(1) as f64)
+            let share = 100.0 * bytes as f64 / plan.experts.max(1) as f64;
+            format!("{} ({share:.0} %), {} reads", report::size(bytes), io.name())
         }
     };
-    let rows = [
+    let copied = if on_gpu && plan.cache == Cache::Mapped { plan.experts } else { 0 };
+    let total = plan.total() + copied;
+    let mut rows = vec![
         ("memory there is", spare.as_ref().map_or("unknown".to_string(), |s| report::size(s.bytes))),
         ("limited by", spare.as_ref().map_or("unknown".to_string(), |s| s.limit.to_string())),
         ("dense weights", report::size(plan.dense)),
@@ -52,20 +54,26 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         ("activations", report::size(plan.scratch)),
         ("program", report::size(plan.fixed)),
         ("cache of experts", slots),
-        ("total", report::size(plan.total())),
+        ("total", report::size(total)),
         ("experts, all of them", report::size(plan.experts)),
         ("why", plan.reason.clone()),
+        ("chunks", format!("{} tokens: {}", plan.chunk, plan.chunk_reason)),
+        ("expected", cache::expectation(&plan).unwrap_or_else(|| UNKNOWN.to_string())),
     ];
+    if let (true, Cache::Slots(_)) = (on_gpu, plan.cache) {
+        rows.push(("pinned by the host", report::size(gpu::pinned(&model, &args.backend, &plan))));
+    }
+    rows.extend(plan.warning.iter().map(|warning| ("warning", warning.clone())));
     for (name, value) in rows {
         writeln!(out, "{name:<22}{value}")?;
-    }
-    if let Some(warning) = &plan.warning {
-        writeln!(out, "{:<22}{warning}", "warning")?;
     }
     Ok(Outcome::Success)
 }
 
-fn to_json(plan: &Plan, spare: Option<&Spare>, context: usize) -> Value {
+/// What is said where no rates are known.
+const UNKNOWN: &str = "unknown until `redlite bench MODEL` has measured this machine";
+
+fn to_json(plan: &Plan, rates: &Rates, spare: Option<&Spare>, context: usize) -> Value {
     json!({
         "memory_bytes": spare.map(|spare| spare.bytes),
         "limited_by": spare.map(|spare| spare.limit),
@@ -84,55 +92,141 @@ fn to_json(plan: &Plan, spare: Option<&Spare>, context: usize) -> Value {
         "experts_bytes": plan.experts,
         "reason": plan.reason,
         "warning": plan.warning,
+        "chunk": plan.chunk,
+        "chunk_reason": plan.chunk_reason,
+        "streamed_bytes_per_chunk": plan.streamed,
+        "read_bytes_per_second": rates.read,
+        "expected_ingestion_tokens_per_second": plan.expected.ingestion,
+        "expected_decode_tokens_per_second": plan.expected.decode.map(|(rate, _)| rate),
+        "expected_hit_rate": plan.expected.decode.map(|(_, hits)| hits),
     })
 }
 
-/// Runs `doctor`.
+/// Runs `doctor`: measures, stores what it measured, and says what would help.
 pub fn doctor(args: &DoctorArgs) -> Result<Outcome, Failure> {
-    let variants = cpu::Variant::ALL.into_iter().filter(|variant| variant.is_available());
-    let variants: Vec<&str> = variants.map(cpu::Variant::name).collect();
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let spare = machine::spare_memory();
-    let disk = args.model.as_deref().map(measure).transpose()?;
+    let mut calibration = Calibration::load();
+    let options = cpu::Options::default();
+    let (capabilities, peaks) = (cpu::capabilities(&options)?, cpu::peaks(&options)?);
+    peaks.iter().for_each(|peaks| calibration.note_peaks(&capabilities, peaks));
+    let disk = args.model.as_deref().map(|path| measure(path, &mut calibration)).transpose()?;
+    calibration.store();
+    let threads = peaks.last().map(|peaks| peaks.workers);
+    let rates = calibration.rates(&capabilities, threads, None);
+    let machine = Machine { spare: machine::spare_memory(), peaks, disk, rates };
     let mut out = std::io::stdout().lock();
     if args.json {
-        let disk = disk.map(|(direct, cached)| json!({ "direct": direct, "cached": cached }));
-        let value = json!({
-            "processors": threads,
-            "kernels": variants,
-            "memory_bytes": machine::total_memory(),
-            "spare_bytes": spare.as_ref().map(|spare| spare.bytes),
-            "limited_by": spare.as_ref().map(|spare| spare.limit),
-            "group_limit_bytes": machine::group_limit(),
-            "read_bytes_per_second": disk,
-        });
-        writeln!(out, "{value}")?;
+        writeln!(out, "{}", machine.json())?;
         return Ok(Outcome::Success);
     }
-    let size = |bytes: Option<u64>| bytes.map_or("unknown".to_string(), report::size);
-    let group = machine::group_limit().map_or("none".to_string(), report::size);
-    let mut rows = vec![
-        ("processors", threads.to_string()),
-        ("kernels", variants.join(", ")),
-        ("memory", size(machine::total_memory())),
-        ("control group", group),
-        ("can be spared", size(spare.map(|spare| spare.bytes))),
-    ];
-    if let Some((direct, cached)) = disk {
-        let direct = direct.map_or("not possible here".to_string(), |rate| format!("{:.2} GB/s", rate / 1e9));
-        rows.push(("direct reads", format!("{direct} (one thread)")));
-        rows.push(("cached reads", format!("{:.2} GB/s (one thread)", cached / 1e9)));
-    }
-    for (name, value) in rows {
+    for (name, value) in machine.rows() {
         writeln!(out, "{name:<16}{value}")?;
+    }
+    if let Some(path) = calibration.path() {
+        writeln!(out, "{:<16}{}", "stored in", path.display())?;
+    }
+    for advice in machine.advice() {
+        writeln!(out, "{advice}")?;
     }
     Ok(Outcome::Success)
 }
 
+/// What `doctor` found.
+struct Machine {
+    spare: Option<Spare>,
+    peaks: Vec<Peaks>,
+    disk: Option<Disk>,
+    rates: Rates,
+}
+
+impl Machine {
+    fn kernels() -> Vec<&'static str> {
+        let variants = cpu::Variant::ALL.into_iter().filter(|variant| variant.is_available());
+        variants.map(cpu::Variant::name).collect()
+    }
+
+    fn processors() -> usize {
+        std::thread::available_parallelism().map_or(1, usize::from)
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "processors": Machine::processors(),
+            "kernels": Machine::kernels(),
+            "memory_bytes": machine::total_memory(),
+            "spare_bytes": self.spare.as_ref().map(|spare| spare.bytes),
+            "limited_by": self.spare.as_ref().map(|spare| spare.limit),
+            "group_limit_bytes": machine::group_limit(),
+            "peaks": self.peaks.iter().map(peaks_json).collect::<Vec<_>>(),
+            "read_bytes_per_second":
+                self.disk.map(|disk| json!({ "direct": disk.direct, "cached": disk.cached })),
+            "ingestion_operations_per_second": self.rates.ingestion,
+            "decoded_bytes_per_second": self.rates.decoding,
+            "token_bytes_per_second": self.rates.tokens,
+        })
+    }
+
+    fn rows(&self) -> Vec<(&'static str, String)> {
+        let size = |bytes: Option<u64>| bytes.map_or("unknown".to_string(), report::size);
+        let mut rows = vec![
+            ("processors", Machine::processors().to_string()),
+            ("kernels", Machine::kernels().join(", ")),
+            ("memory", size(machine::total_memory())),
+            ("control group", machine::group_limit().map_or("none".to_string(), report::size)),
+            ("can be spared", size(self.spare.as_ref().map(|spare| spare.bytes))),
+        ];
+        rows.extend(self.peaks.iter().map(|peaks| ("peak", peak_line(peaks))));
+        if let Some(Disk { direct, cached }) = self.disk {
+            let direct =
+                direct.map_or("not possible here".to_string(), |rate| format!("{:.2} GB/s", rate / 1e9));
+            rows.push(("direct reads", direct));
+            rows.push(("cached reads", format!("{:.2} GB/s", cached / 1e9)));
+        }
+        let giga = |rate: f64, unit: &str| format!("{:.1} {unit}", rate / 1e9);
+        let known = [
+            ("reached, prompts", self.rates.ingestion.map(|rate| giga(rate, "GOP/s"))),
+            ("reached, tokens", self.rates.tokens.map(|rate| giga(rate, "GB/s"))),
+        ];
+        rows.extend(known.into_iter().filter_map(|(name, value)| Some((name, value?))));
+        rows
+    }
+
+    /// What would make this machine faster.
+    fn advice(&self) -> Vec<String> {
+        let mut advice = Vec::new();
+        if self.rates.ingestion.is_none() {
+            advice.push(
+                "`redlite bench MODEL` measures what prompts reach here; plans know it then".to_string(),
+            );
+        }
+        if let (Some(limit), Some(total)) = (machine::group_limit(), machine::total_memory())
+            && limit < total / 2
+        {
+            let text = "the control group's limit leaves most of the memory unused: a higher one makes room for experts";
+            advice.push(text.to_string());
+        }
+        if let Some(Disk { direct: Some(direct), cached }) = self.disk
+            && direct.max(cached) < 1e9
+        {
+            advice.push(
+                "the disk reads less than 1 GB/s: a model on a faster one is read and written faster"
+                    .to_string(),
+            );
+        }
+        advice
+    }
+}
+
 /// Rates of reading a model's first file: direct, through the cache.
-fn measure(path: &std::path::Path) -> Result<(Option<f64>, f64), Failure> {
+fn measure(path: &std::path::Path, calibration: &mut Calibration) -> Result<Disk, Failure> {
     let fail = |source| Failure::Model { path: path.to_path_buf(), source };
     let gguf = gguf::Gguf::open(path).map_err(|error| fail(error.into()))?;
     let file = gguf.shards().first().map(Shard::path).unwrap_or(path);
-    reader::measure(file, 32).map_err(|source| Failure::File { path: file.to_path_buf(), source })
+    let fail = |source| Failure::File { path: file.to_path_buf(), source };
+    let (direct, cached) = reader::measure(file, 64, READERS).map_err(fail)?;
+    let disk = Disk { direct, cached };
+    calibration.note_disk(file, disk);
+    Ok(disk)
 }
+
+/// Threads that read, as `--readers` has it.
+const READERS: usize = 4;

@@ -65,7 +65,8 @@ fn source(prompt: Option<&str>, file: Option<&Path>) -> Result<String, Failure> 
     }
 }
 
-fn read(path: &Path) -> Result<String, Failure> {
+/// The text of a file; `-` is standard input.
+pub fn read(path: &Path) -> Result<String, Failure> {
     let fail = |source| Failure::File { path: path.to_path_buf(), source };
     let mut bytes = Vec::new();
     let read = if path.as_os_str() == "-" {

@@ -10,7 +10,7 @@ use serde_json::json;
 use text::Tokenizer;
 
 use crate::args::RunArgs;
-use crate::cache::Loads;
+use crate::cache::{Loads, Room};
 use crate::failure::{Failure, Outcome};
 use crate::open::{self, Started};
 use crate::report::{self, Bar};
@@ -24,7 +24,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
         max_tokens: args.max_tokens,
         stop: args.stop.clone(),
         ignore_eos: args.ignore_eos,
-        logprobs: None,
+        ..GenerationOptions::default()
     };
     options.sampling.check()?;
     if args.stop.iter().any(String::is_empty) {
@@ -47,7 +47,12 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
     let quiet = args.quiet || args.json;
     let mut backend = args.backend.clone();
     backend.cache.trace = args.trace.is_some();
-    let started = open::start(&opened.model, &backend, context, quiet)?;
+    let started = open::start_for(
+        &opened.model,
+        &backend,
+        Room { context, positions: context, prompt: Some(tokens.len()), lasting: false },
+        quiet,
+    )?;
     let mut answer = Answer { profile: Profile::default(), prompt: tokens.len(), ..Answer::new(started) };
     answer.read(&tokens, &cancel, args, quiet)?;
     answer.write(&opened.tokenizer, &options, &cancel, args)?;
@@ -103,7 +108,7 @@ struct Answer {
 
 impl Answer {
     fn new(started: Started) -> Answer {
-        let Started { mut engine, load, variant, monitor } = started;
+        let Started { mut engine, load, variant, monitor, .. } = started;
         Answer {
             session: engine.open(),
             engine,
@@ -257,6 +262,9 @@ impl Answer {
         });
         if args.stats {
             value["stage_seconds"] = stages.into();
+        }
+        if let Some(bias) = args.backend.cache.route_bias {
+            value["route_bias"] = json!(bias);
         }
         if let Some(loads) = self.loads.json() {
             value["loads"] = loads;

@@ -8,13 +8,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use engine::{Engine, Fingerprint, Scheduler, SchedulerOptions, SessionOptions, Sessions, Store};
-use model::state::{PAGE, SnapshotShape};
+use engine::{Scheduler, SchedulerOptions, SessionOptions, Sessions};
+use model::state::PAGE;
 use server::{Access, Config, Served, Service};
 use text::ChatTemplate;
 
 use crate::failure::{Failure, Outcome};
-use crate::{open, report};
+use crate::{kept, open, report};
 use args::ServeArgs;
 
 /// Context of a session unless the user says another.
@@ -31,25 +31,28 @@ pub fn run(args: &ServeArgs) -> Result<Outcome, Failure> {
         Err(error) => Err(Failure::Usage(format!("chat template: {error}"))),
     });
     let context = args.backend.context.unwrap_or(CONTEXT.min(model.spec.context));
-    let kept = SessionOptions {
+    let options = SessionOptions {
         budget: args.session_cache.saturating_mul(1 << 20),
         spacing: args.spacing,
         kv: args.backend.kv.into(),
     };
     // Each session may have to copy a page that it shares with a checkpoint.
     let session = (context.div_ceil(PAGE) + 1).saturating_mul(PAGE);
-    let positions =
-        args.parallel.saturating_mul(session).saturating_add(Sessions::positions(&model.spec, &kept));
+    let states = Sessions::state_positions(&model.spec, &options, args.parallel);
+    let kept = Sessions::positions(&model.spec, &options);
+    let positions = args.parallel.saturating_mul(session).saturating_add(kept).saturating_add(states);
     let mut started = open::start_with_room(&model, &args.backend, (context, positions), args.quiet)?;
-    let mut sessions = Sessions::new(&started.engine, kept);
+    let mut sessions = Sessions::new(&started.engine, options);
     let template = template.transpose()?;
     if let Some(folder) = &args.state_dir {
         let source = template.as_ref().map(|(source, _)| source.as_str());
-        sessions = sessions.with_store(store(&mut started.engine, folder, source, args)?);
+        let size = args.state_size.saturating_mul(1 << 20);
+        let store = kept::store(&mut started.engine, (folder, size), source, options.kv, args.quiet)?;
+        sessions = sessions.with_store(store);
     }
-    let options =
+    let scheduling =
         SchedulerOptions { parallel: args.parallel, queue: args.queue, ..SchedulerOptions::default() };
-    let scheduler = Scheduler::new(started.engine, sessions, tokenizer.clone(), options);
+    let scheduler = Scheduler::new(started.engine, sessions, tokenizer.clone(), scheduling);
     let served = Served {
         name: args.name.clone().unwrap_or_else(|| name(&args.model)),
         tokenizer,
@@ -81,35 +84,6 @@ pub fn run(args: &ServeArgs) -> Result<Outcome, Failure> {
     // Whatever is still running has been given up; the engine ends with its next step.
     engine.join().map_err(|_| Failure::Usage("the engine has stopped; this is a bug".to_string()))?;
     Ok(Outcome::Success)
-}
-
-/// Sessions on disk.
-fn store(
-    engine: &mut Engine,
-    folder: &Path,
-    template: Option<&str>,
-    args: &ServeArgs,
-) -> Result<Store, Failure> {
-    let fail = |source| Failure::File { path: folder.to_path_buf(), source };
-    let (model, kv) = (engine.model().clone(), args.backend.kv.into());
-    let capabilities = engine.backend().capabilities().clone();
-    let fingerprint = Fingerprint::new(&model, template, &capabilities, kv, folder).map_err(fail)?;
-    let store = Store::open(
-        folder,
-        fingerprint,
-        SnapshotShape::new(&model.spec, kv),
-        args.state_size.saturating_mul(1 << 20),
-    );
-    let store = store.map_err(fail)?;
-    if !args.quiet {
-        let (sessions, bytes) = store.size();
-        report::say(format_args!(
-            "redlite: {sessions} sessions in {}, {}",
-            folder.display(),
-            report::size(bytes)
-        ));
-    }
-    Ok(store)
 }
 
 fn listen(args: &ServeArgs) -> Result<(TcpListener, std::net::SocketAddr), Failure> {

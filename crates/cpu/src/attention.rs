@@ -61,8 +61,9 @@ pub(crate) fn project(
 ) {
     let (cols, count, attention) = (spec.hidden, rows.len(), &spec.attention);
     let (queries, kv, dim) = (attention.query_dim(), attention.kv_dim(), attention.head_dim);
-    let Buffers { hidden, norm, codes, block, rope, .. } = &mut open.buffers;
-    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (Codes::per_row(cols))..]);
+    let Buffers { hidden, norm, whole_norm, codes, block, rope, .. } = &mut open.buffers;
+    let norm = Buffers::block_norm(norm, *whole_norm, rows.start, cols);
+    let codes = &mut codes[rows.start * Codes::per_row(cols)..];
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
     embed::norm(team, x, (norm_weight, spec.rms_eps), norm, codes);
     let x =
@@ -169,6 +170,8 @@ struct Tile<'a> {
     /// Position of the first row.
     position: usize,
     pages: &'a [PageId],
+    /// Whether to compute on integers. A lone row does not, since it would round all keys and values for itself.
+    integers: bool,
 }
 
 /// Attention over the cache, gated; takes the place of the queries. `layer` counts attention layers.
@@ -200,6 +203,7 @@ pub(crate) fn mix(
                     rows: tile_rows.min(cell.end - first),
                     position: run.position(first),
                     pages: &open.state.runs[index].pages,
+                    integers: integers && cell.len() > 1,
                 });
             }
         }
@@ -214,16 +218,23 @@ pub(crate) fn mix(
         tiles.iter().map(|t| (attention.heads / heads, (t.rows * blocks(t)) as u64)).collect();
     let mixer = Mixer { kernels: team.kernels, spec, host, layer, gate };
     let q = Out::new(q, attention.query_dim());
-    team.split_costs(&costs, |tile, units, scratch| {
+    team.split_costs(&costs, 1, |tile, units, scratch| {
         for unit in units {
             let heads = unit * heads..(unit + 1) * heads;
-            match integers {
+            match tiles[tile].integers {
                 true => mixer.attend_integers(&tiles[tile], heads, q, scratch),
                 false => mixer.attend(&tiles[tile], heads, q, scratch),
             }
         }
     });
     open.buffers.block = block;
+}
+
+/// Keys or values of some positions: [positions][dim].
+#[derive(Clone, Copy)]
+enum Positions {
+    Numbers(*const f32),
+    Halves(*const f16),
 }
 
 struct Mixer<'a> {
@@ -251,12 +262,13 @@ impl Mixer<'_> {
         let kv_head = heads.start / (attention.heads / attention.kv_heads);
         let place = |pair: usize| (tile.row + pair / heads.len(), (heads.start + pair % heads.len()) * dim);
         let scale = 1.0 / (dim as f32).sqrt();
+        let lone = tile.rows == 1;
 
         for start in (0..tile.position + tile.rows).step_by(GRID) {
             let page = tile.pages[start / PAGE];
             let most = GRID.min(tile.position + tile.rows - start);
             let from = (start % PAGE, most, dim);
-            let key = self.block(self.host.rows(page, self.layer, Side::Key, kv_head), from, keys);
+            let key = self.block(self.host.rows(page, self.layer, Side::Key, kv_head), from, (lone, keys));
             for (i, scores) in scores.chunks_mut(CHUNK * GRID).enumerate() {
                 let mut starts = [std::ptr::null(); CHUNK];
                 let rows = scores.len() / GRID;
@@ -267,8 +279,12 @@ impl Mixer<'_> {
                 }
                 // SAFETY: a block has GRID rows, whatever those beyond `most` hold; so have scores columns.
                 unsafe {
-                    let (n, out) = (most.next_multiple_of(4), scores.as_mut_ptr());
-                    (kernels.dot_form)(&starts[..rows], (key, dim), (n, dim), (out, GRID), false);
+                    let (x, n) = (&starts[..rows], (most.next_multiple_of(4), dim));
+                    let out = (scores.as_mut_ptr(), GRID);
+                    match key {
+                        Positions::Numbers(key) => (kernels.dot_form)(x, (key, dim), n, out, false),
+                        Positions::Halves(key) => (kernels.dot_half)(x, (key, dim), n, out, false),
+                    }
                 }
             }
             for (pair, scores) in scores.chunks_exact_mut(GRID).enumerate() {
@@ -281,11 +297,15 @@ impl Mixer<'_> {
                 sums[pair] = sums[pair] * correction + sum;
                 out[pair * dim..(pair + 1) * dim].iter_mut().for_each(|o| *o *= correction);
             }
-            let value = self.block(self.host.rows(page, self.layer, Side::Value, kv_head), from, values);
+            let value = self.host.rows(page, self.layer, Side::Value, kv_head);
+            let value = self.block(value, from, (lone, values));
             // SAFETY: scores are [pairs][GRID], values [most][dim], out [pairs][dim].
             unsafe {
-                let (a, out) = (scores.as_ptr(), out.as_mut_ptr());
-                (kernels.sum_form)((pairs, most, dim), (a, GRID), (value, dim), (out, dim), true);
+                let (shape, a, out) = ((pairs, most, dim), (scores.as_ptr(), GRID), (out.as_mut_ptr(), dim));
+                match value {
+                    Positions::Numbers(value) => (kernels.sum_form)(shape, a, (value, dim), out, true),
+                    Positions::Halves(value) => (kernels.sum_half)(shape, a, (value, dim), out, true),
+                }
             }
         }
         for (pair, out) in out.chunks_exact(dim).enumerate() {
@@ -345,14 +365,20 @@ impl Mixer<'_> {
         }
     }
 
-    /// `most` positions of a page from `first` on as numbers, GRID rows readable: where they lie, or decoded
-    /// to `room`.
-    fn block(&self, rows: KvRows, (first, most, dim): (usize, usize, usize), room: &mut [f32]) -> *const f32 {
+    /// `most` positions of a page from `first` on, GRID rows readable: where they lie, or decoded to `room`, which is
+    /// worth it unless they are for a `lone` row. The same numbers either way.
+    fn block(
+        &self,
+        rows: KvRows,
+        (first, most, dim): (usize, usize, usize),
+        (lone, room): (bool, &mut [f32]),
+    ) -> Positions {
         match rows {
-            KvRows::F32(rows) => rows[first * dim..(first + GRID) * dim].as_ptr(),
+            KvRows::F32(rows) => Positions::Numbers(rows[first * dim..(first + GRID) * dim].as_ptr()),
+            KvRows::F16(rows) if lone => Positions::Halves(rows[first * dim..(first + GRID) * dim].as_ptr()),
             KvRows::F16(rows) => {
                 (self.kernels.widen)(&rows[first * dim..(first + most) * dim], &mut room[..most * dim]);
-                room.as_ptr()
+                Positions::Numbers(room.as_ptr())
             }
         }
     }

@@ -10,7 +10,7 @@ use model::{
 };
 
 use crate::memory::Rows;
-use crate::open::{Buffers, Open, carve};
+use crate::open::{Buffers, Open, Room, carve};
 use crate::{Cpu, attention, calibrate, delta, embed, head, moe, predict};
 
 impl Cpu {
@@ -52,7 +52,9 @@ impl Cpu {
             Some(index) => self.spare.remove(index),
             None => self.spare.pop().unwrap_or_default(),
         };
-        buffers.reserve(&self.model.spec, rows, self.capabilities.block_rows);
+        let whole_norm = moe::wants_numbers(&self.model, self.team.exact);
+        buffers
+            .reserve(&self.model.spec, Room { rows, block_rows: self.capabilities.block_rows, whole_norm });
         buffers
     }
 }
@@ -202,9 +204,20 @@ impl Backend for Cpu {
 
     fn route(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {
         self.stage(pass, (Stage::Route, rows.clone()), |cpu, open| {
-            moe::route(&mut cpu.team, &cpu.model.spec, &cpu.weights.layers[layer].moe, open, rows);
+            let bias = std::mem::take(&mut cpu.route_bias);
+            moe::route(&mut cpu.team, &cpu.model.spec, (&cpu.weights.layers[layer].moe, &bias), open, rows);
             Ok(())
         })
+    }
+
+    fn bias_routes(&mut self, layer: usize, bias: &[f32]) -> Result<()> {
+        let experts = self.model.spec.moe.experts;
+        if !bias.is_empty() && bias.len() != experts {
+            let message = format!("layer {layer}: a bias for {} of {experts} experts", bias.len());
+            return Err(Error::Pass(message));
+        }
+        self.route_bias = bias.to_vec();
+        Ok(())
     }
 
     fn shared(&mut self, pass: PassId, layer: usize, rows: Range<usize>) -> Result<()> {
@@ -290,7 +303,7 @@ impl Backend for Cpu {
 /// A value left by the stage called last, which is the one that makes it.
 fn intermediate(spec: &Spec, buffers: &mut Buffers, what: Intermediate, rows: Range<usize>) -> Matrix {
     use Intermediate as I;
-    let Buffers { hidden, norm, sum, block, ids, weights, .. } = buffers;
+    let Buffers { hidden, norm, whole_norm, sum, block, ids, weights, .. } = buffers;
     let (delta, count) = (&spec.delta, rows.len());
     let of_pass = |numbers: &[f32], cols: usize| copy(&numbers[rows.start * cols..], cols, count, cols);
     let of_delta = |block: &mut [f32], part: usize, cols: usize| {
@@ -301,7 +314,10 @@ fn intermediate(spec: &Spec, buffers: &mut Buffers, what: Intermediate, rows: Ra
     };
     match what {
         I::Embedded | I::DeltaHidden | I::AttnHidden | I::ExpertsHidden => of_pass(hidden, spec.hidden),
-        I::RouteNorm => of_pass(norm, spec.hidden),
+        I::RouteNorm => {
+            let cols = spec.hidden;
+            copy(Buffers::block_norm(norm, *whole_norm, rows.start, cols), cols, count, cols)
+        }
         I::SharedOut => of_pass(sum, spec.hidden),
         I::RouteIds => of_pass(ids, spec.moe.used),
         I::RouteWeights => of_pass(weights, spec.moe.used),

@@ -35,8 +35,9 @@ pub(crate) fn project(
     rows: Range<usize>,
 ) {
     let (cols, count, delta) = (spec.hidden, rows.len(), &spec.delta);
-    let Buffers { hidden, norm, codes, block, .. } = &mut open.buffers;
-    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (Codes::per_row(cols))..]);
+    let Buffers { hidden, norm, whole_norm, codes, block, .. } = &mut open.buffers;
+    let norm = Buffers::block_norm(norm, *whole_norm, rows.start, cols);
+    let codes = &mut codes[rows.start * Codes::per_row(cols)..];
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
     embed::norm(team, x, (norm_weight, spec.rms_eps), norm, codes);
     let x =
@@ -122,7 +123,7 @@ pub(crate) fn mix(
     let (kernels, qkv) = (team.kernels, Out::new(qkv, delta.channels()));
     let mixer = Mixer { kernels, spec, weights, conv, first: rows.start, qkv, z, beta_alpha };
     let costs: Vec<_> = parts.iter().map(|part| (delta.key_heads, part.rows.len() as u64)).collect();
-    team.split_costs(&costs, |part, heads, scratch| {
+    team.split_costs(&costs, 1, |part, heads, scratch| {
         heads.for_each(|head| mixer.mix(&parts[part], head, &mut scratch.work));
     });
     open.buffers.block = block;

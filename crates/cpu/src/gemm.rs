@@ -131,7 +131,7 @@ pub(crate) fn dense(team: &mut Team, products: &[Product]) {
         .iter()
         .map(|p| (p.weights.rows.div_ceil(2 * PANEL), ((p.x.count() + DECODE_ROWS) * p.weights.cols) as u64))
         .collect();
-    team.split_costs(&costs, |index, units, scratch| {
+    team.split_costs(&costs, PANELS / 2, |index, units, scratch| {
         let Product { weights, x, out, then } = &products[index];
         let room = if x.codes_for(&[*weights]).is_some() { PANEL_BLOCKS } else { WIDE_PANEL_BLOCKS };
         let pairs = (room / weights.cols.div_ceil(K_BLOCK) / 2).clamp(1, PANELS / 2);
@@ -220,7 +220,7 @@ pub(crate) fn gate_up(team: &mut Team, groups: &[GateUp], out: Inner) {
             (units, ((g.x.count() + DECODE_ROWS) * g.gate.cols) as u64)
         })
         .collect();
-    team.split_costs(&costs, |index, units, scratch| {
+    team.split_costs(&costs, PANELS, |index, units, scratch| {
         let GateUp { gate, up, x, first } = &groups[index];
         let count = gate.rows.div_ceil(GATED_PANELS * PANEL);
         for unit in units {
@@ -283,7 +283,9 @@ pub(crate) fn down(
     residual: Option<(Out, usize)>,
 ) {
     let kernels = team.kernels;
-    team.split(hidden.div_ceil(2 * PANEL), |units, scratch| {
+    // Every piece goes through the inner rows of all groups.
+    let columns = [(hidden.div_ceil(2 * PANEL), 1)];
+    team.split_costs(&columns, PANELS, |_, units, scratch| {
         for Down { weights, x, rows: to_rows, factors } in groups {
             for first in (2 * units.start..2 * units.end).step_by(DOWN_PANELS) {
                 let set = PanelSet::of(weights, first..(first + DOWN_PANELS).min(2 * units.end));

@@ -52,7 +52,7 @@ use quant::Type;
 use crate::error::Error;
 pub(crate) use conv::Convolution;
 pub(crate) use delta::{Cell, Step, room as cell_room};
-pub(crate) use int8::{Codes, Form, GROUP, GROUPS, PANEL, Panel};
+pub(crate) use int8::{Ahead, Codes, Form, GROUP, GROUPS, PANEL, Panel};
 pub(crate) use int16::{Block, IntAttention, Row, TILE, WIDEST};
 use product::{Factor, Target};
 pub(crate) use unpack::{form, is_integer};
@@ -141,6 +141,8 @@ pub(crate) struct Kernels {
     pub(crate) widen: fn(&[f16], &mut [f32]),
     /// Products with rows: see [`product::dot_form`].
     pub(crate) dot_form: DotForm,
+    /// The same with weights in half precision.
+    pub(crate) dot_half: DotForm<f16>,
     /// Activations to integers: see [`int8::round`].
     pub(crate) round: fn(&[f32], &mut [Codes]),
     /// Whole blocks of up to a panel's rows to integers: see [`int8::fill`].
@@ -160,6 +162,8 @@ pub(crate) struct Kernels {
     pub(crate) gemv: Option<Gemv>,
     /// Products with columns: see [`product::sum_form`].
     pub(crate) sum_form: SumForm,
+    /// The same with a right factor in half precision.
+    pub(crate) sum_half: SumForm<f16>,
     /// Σ a · b.
     pub(crate) dot: fn(&[f32], &[f32]) -> f32,
     /// RMS norm: x, weight, eps, out.
@@ -189,13 +193,13 @@ pub(crate) struct Kernels {
 }
 
 /// x, w, (n, k), out, whether to add.
-type DotForm = unsafe fn(&[*const f32], Factor, (usize, usize), Target, bool);
+type DotForm<T = f32> = unsafe fn(&[*const f32], Factor<T>, (usize, usize), Target, bool);
 /// (rows, k, n), a, b, out, whether to add.
-type SumForm = unsafe fn((usize, usize, usize), Factor, Factor, Target, bool);
+type SumForm<T = f32> = unsafe fn((usize, usize, usize), Factor, Factor<T>, Target, bool);
 /// type, blocks of each row, columns, panel.
 type Fill = fn(Type, &[&[u8]], usize, &mut Panel);
-/// x, panels, out, (groups, form), whether to add.
-type IntProduct = unsafe fn(&[*const Codes], &[&Panel], Target, (usize, Form), bool);
+/// x, panels, out, (groups, form), whether to add, what is decoded later.
+type IntProduct = unsafe fn(&[*const Codes], &[&Panel], Target, (usize, Form), bool, Ahead);
 /// tile, its stride, codes of each row, group.
 type Gated = unsafe fn(&[f32], usize, &[*mut Codes], usize);
 /// (tile, its stride), columns, rows to add to, factor of each.
@@ -237,7 +241,14 @@ macro_rules! kernels {
             x: &[*const f32], w: Factor, shape: (usize, usize), out: Target, add: bool,
         ) {
             // SAFETY: the caller's promise is the same.
-            unsafe { product::dot_form::<$simd>(x, w, shape, out, add) }
+            unsafe { product::dot_form::<$simd, f32>(x, w, shape, out, add) }
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn dot_half(
+            x: &[*const f32], w: Factor<f16>, shape: (usize, usize), out: Target, add: bool,
+        ) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { product::dot_form::<$simd, f16>(x, w, shape, out, add) }
         }
         $(#[target_feature(enable = $features)])?
         fn round(x: &[f32], out: &mut [Codes]) {
@@ -249,10 +260,10 @@ macro_rules! kernels {
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn int_product(
-            x: &[*const Codes], panels: &[&Panel], out: Target, shape: (usize, Form), add: bool,
+            x: &[*const Codes], panels: &[&Panel], out: Target, shape: (usize, Form), add: bool, ahead: Ahead,
         ) {
             // SAFETY: the caller's promise is the same.
-            unsafe { int8::product(x, panels, out, shape, add) }
+            unsafe { int8::product(x, panels, out, shape, add, ahead) }
         }
         $(#[target_feature(enable = $features)])?
         unsafe fn gated(tile: &[f32], stride: usize, codes: &[*mut Codes], group: usize) {
@@ -272,7 +283,14 @@ macro_rules! kernels {
             shape: (usize, usize, usize), a: Factor, b: Factor, out: Target, add: bool,
         ) {
             // SAFETY: the caller's promise is the same.
-            unsafe { product::sum_form::<$simd>(shape, a, b, out, add) }
+            unsafe { product::sum_form::<$simd, f32>(shape, a, b, out, add) }
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn sum_half(
+            shape: (usize, usize, usize), a: Factor, b: Factor<f16>, out: Target, add: bool,
+        ) {
+            // SAFETY: the caller's promise is the same.
+            unsafe { product::sum_form::<$simd, f16>(shape, a, b, out, add) }
         }
         $(#[target_feature(enable = $features)])?
         fn dot(a: &[f32], b: &[f32]) -> f32 {
@@ -338,6 +356,7 @@ macro_rules! kernels {
             decode: |ty, bytes, out| unsafe { decode_(ty, bytes, out) },
             widen: |from, to| unsafe { widen(from, to) },
             dot_form,
+            dot_half,
             round: |x, out| unsafe { round(x, out) },
             fill: |ty, rows, columns, panel| unsafe { fill(ty, rows, columns, panel) },
             prefetch: |_, _| (),
@@ -347,6 +366,7 @@ macro_rules! kernels {
             add_rows,
             gemv: None,
             sum_form,
+            sum_half,
             dot: |a, b| unsafe { dot(a, b) },
             rms_norm: |x, weight, eps, out| unsafe { rms_norm(x, weight, eps, out) },
             gated_norm: |x, weight, eps, z, out| unsafe { gated_norm(x, weight, eps, z, out) },

@@ -40,7 +40,7 @@ pub use topology::physical_cores;
 
 use kernels::Kernels;
 use moe::Inner;
-use open::{Buffers, Open};
+use open::{Buffers, Open, Room};
 use pool::Pool;
 use team::Team;
 
@@ -83,6 +83,8 @@ pub struct Cpu {
     inner: Inner,
     /// Where experts may lie.
     slots: HostSlots,
+    /// What the next choice of experts prefers; empty is nothing.
+    route_bias: Vec<f32>,
 }
 
 impl Cpu {
@@ -98,47 +100,79 @@ impl Cpu {
         options: Options,
     ) -> Result<Cpu, Error> {
         let weights = weights.into();
-        let kernels = Kernels::choose(wanted_variant(&options)?)?;
-        let exact = options.exact || !kernels.variant.prefers_integers();
-        let count = options.threads.unwrap_or_else(physical_cores);
-        if count == 0 || count > MOST_THREADS {
-            return Err(Error::ThreadCount { found: count, most: MOST_THREADS });
-        }
-        let by_default =
-            || count <= physical_cores() && std::env::var("REDLITE_CPU_PIN").as_deref() != Ok("0");
-        let pin = options.pin || by_default();
-        let pool = Pool::new(count, pin).map_err(|source| Error::Threads { count, source })?;
+        let (capabilities, team) = team(&options)?;
         Ok(Cpu {
             conv: transposed_convolutions(&model, &weights),
-            capabilities: Capabilities {
-                name: "cpu",
-                variant: kernels.variant.name().to_string(),
-                kernel_version: if exact { 3 } else { 6 },
-                block_rows: BLOCK_ROWS,
-                smallest_chunk: 1,
-            },
+            capabilities,
             limits,
             state: HostState::new(&model.spec, limits.kv, limits.positions),
-            team: Team::new(pool, kernels, exact),
+            team,
             passes: Vec::new(),
             spare: Vec::new(),
             inner: Inner::default(),
             slots: HostSlots::new(model.clone()),
+            route_bias: Vec::new(),
             model,
             weights,
         })
     }
 
-    /// Bytes of activations under `limits`, for the plan of memory.
-    pub fn scratch_bytes(spec: &model::Spec, limits: &Limits) -> u64 {
+    /// Bytes of activations under `limits`, for the plan of memory; `exact` as [`is_exact`] says.
+    pub fn scratch_bytes(model: &Model, limits: &Limits, exact: bool) -> u64 {
         let rows = limits.pass_rows.min(limits.positions.next_multiple_of(model::GRID));
-        (open::scratch_bytes(spec, rows, BLOCK_ROWS) + moe::inner_bytes(spec, rows)) as u64
+        let room = Room { rows, block_rows: BLOCK_ROWS, whole_norm: moe::wants_numbers(model, exact) };
+        (open::scratch_bytes(&model.spec, room) + moe::inner_bytes(&model.spec, rows)) as u64
     }
 
     /// Threads it computes with.
     pub fn threads(&self) -> usize {
         self.team.threads()
     }
+}
+
+/// What a backend with these options would be.
+///
+/// # Errors
+/// If kernels are asked for that the processor cannot run.
+pub fn capabilities(options: &Options) -> Result<Capabilities, Error> {
+    let kernels = Kernels::choose(wanted_variant(options)?)?;
+    Ok(Capabilities {
+        name: "cpu",
+        variant: kernels.variant.name().to_string(),
+        kernel_version: if is_exact(options)? { 3 } else { 7 },
+        block_rows: BLOCK_ROWS,
+        smallest_chunk: 1,
+    })
+}
+
+/// What this machine can do at most, measured now: [`model::Backend::peaks`] without a model.
+///
+/// # Errors
+/// As [`Cpu::new`].
+pub fn peaks(options: &Options) -> Result<Vec<model::Peaks>, Error> {
+    Ok(calibrate::peaks(&mut team(options)?.1))
+}
+
+/// Whether a backend with these options keeps all activations in single precision.
+///
+/// # Errors
+/// As [`capabilities`].
+pub fn is_exact(options: &Options) -> Result<bool, Error> {
+    let kernels = Kernels::choose(wanted_variant(options)?)?;
+    Ok(options.exact || !kernels.variant.prefers_integers())
+}
+
+/// The threads, and what they are.
+fn team(options: &Options) -> Result<(Capabilities, Team), Error> {
+    let kernels = Kernels::choose(wanted_variant(options)?)?;
+    let count = options.threads.unwrap_or_else(physical_cores);
+    if count == 0 || count > MOST_THREADS {
+        return Err(Error::ThreadCount { found: count, most: MOST_THREADS });
+    }
+    let by_default = || count <= physical_cores() && std::env::var("REDLITE_CPU_PIN").as_deref() != Ok("0");
+    let pin = options.pin || by_default();
+    let pool = Pool::new(count, pin).map_err(|source| Error::Threads { count, source })?;
+    Ok((capabilities(options)?, Team::new(pool, kernels, is_exact(options)?)))
 }
 
 /// The choice of the caller, else that of the environment.

@@ -2,8 +2,6 @@
 
 use std::ops::{Deref, DerefMut, Range};
 
-use crate::topology;
-
 /// Numbers on a cache line boundary, so that a vector never straddles two lines.
 #[derive(Debug, Default)]
 pub(crate) struct Aligned {
@@ -58,7 +56,7 @@ pub(crate) fn reserve<T: Copy>(values: &mut Vec<T>, len: usize, value: T) {
     if len > values.len() {
         // Growing would copy.
         *values = Vec::with_capacity(len);
-        topology::use_huge_pages(values.spare_capacity_mut());
+        model::prefer_huge_pages(values.spare_capacity_mut());
         values.resize(len, value);
     }
 }

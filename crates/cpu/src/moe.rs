@@ -6,11 +6,11 @@
 
 use std::ops::Range;
 
-use model::{HostSlots, Model, MoeWeights, ResidentMatrix, Result, Spec, Wave};
+use model::{ExpertLayout, HostSlots, Model, MoeWeights, ResidentMatrix, Result, Spec, Wave};
 
 use crate::embed;
 use crate::gemm::{self, Down, GateUp, Input, Product, Then, Weights};
-use crate::kernels::{Codes, is_integer};
+use crate::kernels::{Codes, GROUP, is_integer};
 use crate::memory::{Aligned, Out, Rows, reserve};
 use crate::open::{Buffers, Open, Pairs, carve};
 use crate::team::Team;
@@ -34,14 +34,16 @@ pub(crate) fn shared_parts(spec: &Spec, rows: usize) -> [usize; 2] {
 pub(crate) fn route(
     team: &mut Team,
     spec: &Spec,
-    weights: &LayerWeights,
+    (weights, bias): (&LayerWeights, &[f32]),
     open: &mut Open,
     rows: Range<usize>,
 ) {
     let (cols, count) = (spec.hidden, rows.len());
-    let Buffers { hidden, norm, codes, block, ids, weights: chosen, pairs, .. } = &mut open.buffers;
+    let Buffers { hidden, norm, whole_norm, codes, block, ids, weights: chosen, pairs, .. } =
+        &mut open.buffers;
     pairs.valid = false;
-    let (norm, codes) = (&mut norm[rows.start * cols..], &mut codes[rows.start * (Codes::per_row(cols))..]);
+    let norm = Buffers::block_norm(norm, *whole_norm, rows.start, cols);
+    let codes = &mut codes[rows.start * Codes::per_row(cols)..];
     let x = Rows::new(&hidden[rows.start * cols..], cols, count);
     embed::norm(team, x, (&weights.norm, spec.rms_eps), norm, codes);
 
@@ -62,11 +64,30 @@ pub(crate) fn route(
                 let to = rows.start + row;
                 (out.part(row, 0, experts), ids.part(to, 0, used), chosen.part(to, 0, used))
             };
+            let preferred = (!bias.is_empty()).then(|| preferred(probabilities, bias, used));
             let (_, _, sum) = (kernels.softmax_block)(probabilities, 1.0, f32::NEG_INFINITY);
             probabilities.iter_mut().for_each(|p| *p /= sum);
+            if let Some(preferred) = preferred {
+                // Below every probability, so that nobody else is chosen.
+                let others = probabilities.iter_mut().zip(preferred).filter(|(_, preferred)| !preferred);
+                others.for_each(|(p, _)| *p = -2.0);
+            }
             choose(probabilities, ids, chosen);
         }
     });
+}
+
+/// Which experts have the `used` largest sums of logit and bias, ties to the lower index.
+fn preferred(logits: &[f32], bias: &[f32], used: usize) -> Vec<bool> {
+    let sum = |expert: u32| logits[expert as usize] + bias[expert as usize];
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    let by_sum = |&a: &u32, &b: &u32| sum(b).total_cmp(&sum(a)).then(a.cmp(&b));
+    if used < order.len() {
+        order.select_nth_unstable_by(used, by_sum);
+    }
+    let mut preferred = vec![false; logits.len()];
+    order.iter().take(used).for_each(|&expert| preferred[expert as usize] = true);
+    preferred
 }
 
 /// The largest probabilities, by falling value, ties to the lower index, scaled to the sum 1.
@@ -97,8 +118,8 @@ pub(crate) fn shared(
     rows: Range<usize>,
 ) {
     let (cols, count, width) = (spec.hidden, rows.len(), spec.moe.shared_width);
-    let Buffers { norm, codes, block_codes, sum, block, .. } = &mut open.buffers;
-    let numbers = Rows::new(&norm[rows.start * cols..], cols, count);
+    let Buffers { norm, whole_norm, codes, block_codes, sum, block, .. } = &mut open.buffers;
+    let numbers = Rows::new(Buffers::block_norm(norm, *whole_norm, rows.start, cols), cols, count);
     let codes = Rows::new(&codes[rows.start * (Codes::per_row(cols))..], Codes::per_row(cols), count);
     let x = Input::with(team, numbers, codes, cols);
     let [inner, factors] = carve(block, shared_parts(spec, count));
@@ -161,6 +182,12 @@ pub(crate) fn used(pairs: &Pairs) -> Vec<u32> {
     (0..pairs.starts.len() - 1).filter(|&e| pairs.starts[e] < pairs.starts[e + 1]).map(|e| e as u32).collect()
 }
 
+/// Whether experts want rows in single precision: if inputs are not rounded, or do not meet integers.
+pub(crate) fn wants_numbers(model: &Model, exact: bool) -> bool {
+    let integers = |layer: &ExpertLayout| is_integer(layer.gate.ty) && is_integer(layer.up.ty);
+    exact || !model.spec.hidden.is_multiple_of(GROUP) || !model.experts.iter().all(integers)
+}
+
 /// Bytes of [`Inner`] for passes of `rows` rows, in the longer of the two forms.
 pub(crate) fn inner_bytes(spec: &Spec, rows: usize) -> usize {
     let widest = spec.moe.widths.iter().copied().max().unwrap_or(0);
@@ -195,7 +222,8 @@ pub(crate) fn experts(
     let spec = &model.spec;
     let (cols, rows, width) = (spec.hidden, open.pass.rows(), spec.moe.widths[layer]);
     group(spec, rows, &mut open.buffers);
-    let Buffers { hidden, norm, codes, sum, pairs, .. } = &mut open.buffers;
+    let Buffers { hidden, norm, whole_norm, codes, sum, pairs, .. } = &mut open.buffers;
+    let numbers = whole_norm.then_some(&norm[..]);
     let (hidden, sum) = (Out::new(hidden, cols), Out::new(sum, cols));
     let mut pieces = pieces((model, slots), layer, wave, pairs)?.into_iter().peekable();
     loop {
@@ -206,7 +234,7 @@ pub(crate) fn experts(
             turn.push(piece);
         }
         let done = pieces.peek().is_none();
-        turn_of_experts(team, &turn, (norm, codes), pairs, inner, (width, cols), sum, {
+        turn_of_experts(team, &turn, (numbers, codes), pairs, inner, (width, cols), sum, {
             (done && wave.last).then_some((hidden, rows))
         });
         if done {
@@ -253,7 +281,7 @@ fn pieces<'a>(
 fn turn_of_experts(
     team: &mut Team,
     turn: &[Piece],
-    (norm, codes): (&[f32], &[Codes]),
+    (norm, codes): (Option<&[f32]>, &[Codes]),
     pairs: &Pairs,
     inner: &mut Inner,
     (width, cols): (usize, usize),
@@ -275,7 +303,10 @@ fn turn_of_experts(
             x: {
                 let index = &pairs.rows[piece.pairs.clone()];
                 let codes = Rows::gather(codes, Codes::per_row(cols), index);
-                Input::with(team, Rows::gather(norm, cols, index), codes, cols)
+                match norm {
+                    Some(norm) => Input::with(team, Rows::gather(norm, cols, index), codes, cols),
+                    None => Input::rounded(codes),
+                }
             },
             first,
         })

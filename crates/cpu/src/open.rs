@@ -22,9 +22,11 @@ pub(crate) struct Open {
 pub(crate) struct Buffers {
     /// The residual stream: [rows, hidden].
     pub(crate) hidden: Aligned,
-    /// Normed rows, input of whatever follows a norm: [rows, hidden].
+    /// Normed rows, input of whatever follows a norm: [rows, hidden], of the block at hand or of the pass.
     pub(crate) norm: Aligned,
-    /// `norm` as integers: [rows, blocks of hidden].
+    /// Whether `norm` holds the pass's rows: experts of plain numbers want them.
+    pub(crate) whole_norm: bool,
+    /// The same of all rows of the pass, as integers: [rows, blocks of hidden].
     pub(crate) codes: Vec<Codes>,
     /// Other inputs of products as integers.
     pub(crate) block_codes: Vec<Codes>,
@@ -63,10 +65,22 @@ pub(crate) struct Pairs {
     pub(crate) weights: Vec<f32>,
 }
 
+/// What buffers are for.
+#[derive(Clone, Copy)]
+pub(crate) struct Room {
+    /// Rows of a pass.
+    pub(crate) rows: usize,
+    /// Rows of a block, at most.
+    pub(crate) block_rows: usize,
+    /// See [`Buffers::whole_norm`].
+    pub(crate) whole_norm: bool,
+}
+
 /// Lengths of a pass's buffers.
 struct Lens {
-    /// `hidden`, `norm`, `sum`.
+    /// `hidden`, `sum`.
     hidden: usize,
+    norm: usize,
     codes: usize,
     /// `ids`, `weights`.
     used: usize,
@@ -76,9 +90,8 @@ struct Lens {
 }
 
 impl Lens {
-    /// Of a pass of `rows` rows in blocks of at most `block_rows`.
-    fn new(spec: &Spec, rows: usize, block_rows: usize) -> Lens {
-        let block = rows.min(block_rows);
+    fn new(spec: &Spec, room: Room) -> Lens {
+        let (rows, block) = (room.rows, room.rows.min(room.block_rows));
         let lens = [
             &crate::delta::parts(spec, block)[..],
             &crate::attention::parts(spec, block)[..],
@@ -89,6 +102,7 @@ impl Lens {
         let widest = widest.into_iter().max().unwrap_or(0);
         Lens {
             hidden: rows * spec.hidden,
+            norm: if room.whole_norm { rows } else { block } * spec.hidden,
             codes: rows * Codes::per_row(spec.hidden),
             used: rows * spec.moe.used,
             rope: rows * spec.attention.rope_dims,
@@ -98,21 +112,23 @@ impl Lens {
     }
 }
 
-/// Bytes that passes of `rows` rows work in, for the plan of memory.
-pub(crate) fn scratch_bytes(spec: &Spec, rows: usize, block_rows: usize) -> usize {
-    let lens = Lens::new(spec, rows, block_rows);
-    let numbers = 3 * lens.hidden + 2 * lens.used + lens.rope + lens.block + spec.vocab;
+/// Bytes that passes work in, for the plan of memory.
+pub(crate) fn scratch_bytes(spec: &Spec, room: Room) -> usize {
+    let lens = Lens::new(spec, room);
+    let numbers = 2 * lens.hidden + lens.norm + 2 * lens.used + lens.rope + lens.block + spec.vocab;
     let pairs = 2 * size_of::<u32>() * lens.used;
     numbers * size_of::<f32>() + (lens.codes + lens.block_codes) * size_of::<Codes>() + pairs
 }
 
 impl Buffers {
-    /// Makes room for a pass of `rows` rows in blocks of at most `block_rows`.
-    pub(crate) fn reserve(&mut self, spec: &Spec, rows: usize, block_rows: usize) {
-        let lens = Lens::new(spec, rows, block_rows);
-        for buffer in [&mut self.hidden, &mut self.norm, &mut self.sum] {
+    /// Makes room for a pass.
+    pub(crate) fn reserve(&mut self, spec: &Spec, room: Room) {
+        let lens = Lens::new(spec, room);
+        for buffer in [&mut self.hidden, &mut self.sum] {
             buffer.reserve(lens.hidden);
         }
+        self.norm.reserve(lens.norm);
+        self.whole_norm = room.whole_norm;
         reserve(&mut self.codes, lens.codes, Codes::ZERO);
         for buffer in [&mut self.ids, &mut self.weights] {
             buffer.reserve(lens.used);
@@ -121,6 +137,12 @@ impl Buffers {
         self.block.reserve(lens.block);
         reserve(&mut self.block_codes, lens.block_codes, Codes::ZERO);
         self.pairs.valid = false;
+    }
+
+    /// The normed rows of the block that begins at `row`, of `cols` columns.
+    pub(crate) fn block_norm(norm: &mut [f32], whole: bool, row: usize, cols: usize) -> &mut [f32] {
+        let first = if whole { row } else { 0 };
+        &mut norm[first * cols..]
     }
 }
 

@@ -2,11 +2,8 @@
 // layer's experts are computed, those that rows have chosen and that are in no slot take the slots that were used least
 // recently. What finds no slot is read where it lies.
 //
-// The same is done ahead, beside the computation of a layer, for what the next one will probably choose.
-//
 // Experts of all layers are numbered layer · experts + expert; an expert without a slot has slot -1, a slot without an
-// expert has owner -1. Stamps count layers that were computed: a slot of this very layer is never taken, and ahead of it
-// none of the layer before, which is being computed.
+// expert has owner -1. Stamps count layers that were computed: a slot of this very layer is never taken.
 
 /// A matrix of a layer's experts in pinned memory.
 struct Home {
@@ -22,13 +19,13 @@ struct Book {
     int *owner;         // [slots]
     u32 *stamp;         // [slots]
     u32 *now;           // [1]: the last stamp
-    u64 *sums;          // [3]: experts found in slots; fetched or read where they lie; fetched ahead
+    u64 *sums;          // [2]: experts found in slots, and fetched or read where they lie
     u8 *slots;
     long slot_bytes;
     long parts[3];      // where each matrix begins in a slot
     int *list;          // [1 + experts]: how many are to be copied, and which
     const int *counts;  // [experts]: rows that chose each
-    int experts, count, layer, ahead; // count: of slots
+    int experts, count, layer; // count: of slots
 };
 
 /// Where a matrix goes: as far behind a multiple of 16 as it lies in pinned memory.
@@ -68,8 +65,7 @@ KERNEL __launch_bounds__(1024) void fetch_choose(Book p) {
         for (int s = t; s < p.count; s += 1024) {
             u32 stamp = p.stamp[s];
             u64 key = (u64)stamp << 32 | (u32)s;
-            bool free = stamp != now && !(p.ahead && stamp + 1 == now);
-            if (free && key < own) own = key;
+            if (stamp != now && key < own) own = key;
         }
         for (int step = 16; step > 0; step /= 2) {
             u64 other = __shfl_xor_sync(~0u, own, step);
@@ -103,13 +99,9 @@ KERNEL __launch_bounds__(1024) void fetch_choose(Book p) {
     }
     if (t == 0) {
         p.list[0] = copied;
-        if (p.ahead) {
-            p.sums[2] += copied;
-        } else {
-            *p.now = now;
-            p.sums[0] += chosen - missing;
-            p.sums[1] += missing;
-        }
+        *p.now = now;
+        p.sums[0] += chosen - missing;
+        p.sums[1] += missing;
     }
 }
 

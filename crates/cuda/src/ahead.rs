@@ -21,27 +21,10 @@ impl Cuda {
         layer: usize,
         margin: usize,
     ) -> Result<Option<Vec<u32>>, DriverError> {
-        let rows = open.pass.rows();
+        let (model, device, rows) = (self.model.clone(), self.device.clone(), open.pass.rows());
         if rows > crate::BLOCK_ROWS {
             return Ok(None);
         }
-        let route = self.ahead_logits(open, layer, margin)?;
-        self.kernels.choose(&self.device, &route)?;
-        let mut likely: Vec<u32> = self.device.download(route.ids, rows * route.used as usize)?;
-        likely.sort_unstable();
-        likely.dedup();
-        Ok(Some(likely))
-    }
-
-    /// The logits of a layer's router on the hidden rows as they are now. Returns what is to be chosen from them, and
-    /// to where.
-    pub(crate) fn ahead_logits(
-        &mut self,
-        open: &Open,
-        layer: usize,
-        margin: usize,
-    ) -> Result<Route, DriverError> {
-        let (model, device, rows) = (self.model.clone(), self.device.clone(), open.pass.rows());
         let (hidden, experts, used) = (model.spec.hidden, model.spec.moe.experts, model.spec.moe.used);
         let count = (used + margin).min(experts).min(MOST.max(used));
         let moe = &self.weights.dense.layers[layer].moe;
@@ -61,7 +44,7 @@ impl Cuda {
             self.norm(rows, Norm { x, weight, split, ..Norm::default() })?;
             self.split_gemm(router, Rows { at: split, count: rows }, (logits, experts))?;
         }
-        Ok(Route {
+        let route = Route {
             logits,
             ids,
             weights,
@@ -71,6 +54,11 @@ impl Cuda {
             experts: experts as i32,
             used: count as i32,
             stride: experts as i32,
-        })
+        };
+        self.kernels.choose(&device, &route)?;
+        let mut likely: Vec<u32> = device.download(ids, rows * count)?;
+        likely.sort_unstable();
+        likely.dedup();
+        Ok(Some(likely))
     }
 }

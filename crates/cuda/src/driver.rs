@@ -71,11 +71,6 @@ impl Device {
         }))
     }
 
-    /// Its number.
-    pub(crate) fn ordinal(&self) -> i32 {
-        self.ordinal
-    }
-
     /// Makes the context current on this thread; every other function needs that.
     pub(crate) fn bind(&self) -> std::result::Result<(), DriverError> {
         // SAFETY: the context lives as long as the device.

@@ -1,13 +1,14 @@
 //! Experts that the GPU fetches by itself: all of them lie in pinned memory of the host, which it can read, and as many as
 //! fit in slots of its own. Which ones stay is decided on the GPU, so that a token needs no word from the host.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::DriverError;
 use model::{ExpertSource, ExpertTensor, LayerCall, MappedExperts, Matrix, Model, Wave};
 
-use crate::driver::{Buffer, Device, Event, Function, Module, Pinned, failed};
+use crate::driver::{Buffer, Device, Function, Module, Pinned, failed};
 use crate::error::Result;
 use crate::open::Open;
 use crate::sources::{Source, Target};
@@ -41,7 +42,6 @@ struct Book {
     experts: i32,
     count: i32,
     layer: i32,
-    ahead: i32,
 }
 
 /// All experts of a model in pinned memory.
@@ -91,6 +91,14 @@ impl PinnedExperts {
         &found.expect("every tensor of experts was read").1
     }
 
+    /// Whether addresses lie in it.
+    pub(crate) fn holds(&self, range: Range<usize>) -> bool {
+        self.tensors.iter().any(|(_, pinned)| {
+            let start = pinned.host() as usize;
+            range.start >= start && range.end <= start + pinned.bytes
+        })
+    }
+
     fn home(&self, tensor: &ExpertTensor) -> Home {
         Home {
             at: self.tensor(tensor.tensor).host() as u64 + tensor.offset,
@@ -109,29 +117,15 @@ impl PinnedExperts {
     }
 }
 
-/// What is fetched beside the computation of the layer before.
-struct Ahead {
-    /// Experts beyond each row's choice.
-    margin: usize,
-    /// The same GPU with a queue of its own.
-    side: Arc<Device>,
-    /// As in the book: [1 + experts], [experts].
-    list: u64,
-    counts: u64,
-}
-
 /// Slots that the GPU manages, and the books of them in its memory.
 pub(crate) struct Fetch {
     book: Book,
-    ahead: Option<Ahead>,
-    /// The end of what is being fetched ahead.
-    pending: Option<Event>,
     choose: Function,
     copy: Function,
     /// What the book names.
     tables: Arc<Buffer>,
     _slots: Buffer,
-    _home: Arc<PinnedExperts>,
+    home: Arc<PinnedExperts>,
     _module: Module,
 }
 
@@ -143,18 +137,11 @@ pub(crate) struct Sums {
     _tables: Arc<Buffer>,
 }
 
-type Done = std::result::Result<(), DriverError>;
-
 /// Rooms of a slot begin at multiples of this.
 const ALIGN: i64 = 64;
 
 impl Fetch {
-    fn new(
-        device: &Arc<Device>,
-        target: &Target,
-        home: Arc<PinnedExperts>,
-        (bytes, look_ahead): (u64, Option<usize>),
-    ) -> Result<Fetch> {
+    fn new(device: &Arc<Device>, target: &Target, home: Arc<PinnedExperts>, bytes: u64) -> Result<Fetch> {
         let model = home.model.clone();
         let (layers, experts) = (model.experts.len(), model.spec.moe.experts);
         let homes: Vec<Home> = (model.experts.iter())
@@ -181,21 +168,18 @@ impl Fetch {
             4 * count,
             4 * count,
             8,
-            24,
+            16,
             4 * (1 + experts),
-            4 * (1 + experts),
-            4 * experts,
         ]
         .map(|bytes| bytes.next_multiple_of(16));
         let fail = || failed("making room for experts");
         let tables = device.allocate(parts.iter().sum()).map_err(fail())?;
         let slots = device.allocate(count * slot_bytes as usize).map_err(fail())?;
         let mut at = tables.at;
-        let [homes_at, places_at, slot_of, owner, stamp, now, sums, list, list_ahead, counts_ahead] = parts
-            .map(|bytes| {
-                at += bytes as u64;
-                at - bytes as u64
-            });
+        let [homes_at, places_at, slot_of, owner, stamp, now, sums, list] = parts.map(|bytes| {
+            at += bytes as u64;
+            at - bytes as u64
+        });
         let fill = || {
             device.zero(tables.at, tables.bytes)?;
             device.upload(&homes, homes_at)?;
@@ -221,21 +205,8 @@ impl Fetch {
             experts: experts as i32,
             count: count as i32,
             layer: 0,
-            ahead: 0,
         };
-        let side = Device::open(device.ordinal())?;
-        let ahead = look_ahead.map(|margin| Ahead { margin, side, list: list_ahead, counts: counts_ahead });
-        Ok(Fetch {
-            book,
-            ahead,
-            pending: None,
-            choose,
-            copy,
-            tables: Arc::new(tables),
-            _slots: slots,
-            _home: home,
-            _module: module,
-        })
+        Ok(Fetch { book, choose, copy, tables: Arc::new(tables), _slots: slots, home, _module: module })
     }
 
     /// Where the table of a layer's places is: [3, experts] u64.
@@ -250,32 +221,31 @@ impl Fetch {
 }
 
 impl Sums {
-    /// Experts found in slots, fetched, and fetched ahead. Waits for what is enqueued.
-    pub(crate) fn read(&self) -> std::result::Result<[u64; 3], DriverError> {
+    /// Experts found in slots, and fetched. Waits for what is enqueued.
+    pub(crate) fn read(&self) -> std::result::Result<[u64; 2], DriverError> {
         self.device.bind()?;
-        let sums: Vec<u64> = self.device.download(self.at, 3)?;
-        Ok([sums[0], sums[1], sums[2]])
+        let sums: Vec<u64> = self.device.download(self.at, 2)?;
+        Ok([sums[0], sums[1]])
     }
 }
 
 impl Cuda {
     /// From now on passes that choose few experts have the GPU fetch them from `home` into `bytes` bytes of slots;
-    /// see [`Fetching`]. With `look_ahead`, passes of single rows fetch what the next layer will probably choose, so many
-    /// experts beyond each row's choice, while a layer is computed. Returns the most rows of a pass.
+    /// see [`Fetching`]. Returns the most rows of such a pass.
     ///
     /// # Errors
     /// If the memory is not there.
-    pub fn fetch_from(
-        &mut self,
-        home: Arc<PinnedExperts>,
-        bytes: u64,
-        look_ahead: Option<usize>,
-    ) -> Result<usize> {
+    pub fn fetch_from(&mut self, home: Arc<PinnedExperts>, bytes: u64) -> Result<usize> {
         self.device.bind().map_err(failed("making room for experts"))?;
-        let fetch = Fetch::new(&self.device, &self.target, home, (bytes, look_ahead))?;
+        let fetch = Fetch::new(&self.device, &self.target, home, bytes)?;
         let rows = fetch.count() / (self.model.experts.len() * self.model.spec.moe.used).max(1);
         self.fetch = Some(fetch);
         Ok(rows)
+    }
+
+    /// All experts in pinned memory, if they are there.
+    pub(crate) fn home(&self) -> Option<Arc<PinnedExperts>> {
+        self.fetch.as_ref().map(|fetch| fetch.home.clone())
     }
 
     /// What the GPU found and fetched, to be asked for later.
@@ -284,47 +254,15 @@ impl Cuda {
         Some(Sums { device: self.device.clone(), at: fetch.book.sums, _tables: fetch.tables.clone() })
     }
 
-    /// Fetches what the pass has chosen in `layer`, and begins to fetch what it will probably choose in the next one.
-    pub(crate) fn fetch(&mut self, open: &Open, layer: usize) -> Done {
+    /// Fetches what the pass has chosen in `layer`.
+    pub(crate) fn fetch(&self, open: &Open, layer: usize) -> std::result::Result<(), DriverError> {
+        let fetch = self.fetch.as_ref().expect("there is one");
         if open.single {
             self.chosen_single(open)?;
         }
-        self.await_ahead()?;
-        let fetch = self.fetch.as_ref().expect("there is one");
         let p = Book { counts: open.buffers.counts.at(), layer: layer as i32, ..fetch.book };
         self.device.launch(&fetch.choose, (1, 1, 1), 1024, 0, &p)?;
-        if open.single && layer + 1 < self.model.experts.len() {
-            self.fetch_ahead(open, layer + 1)?;
-        }
-        let fetch = self.fetch.as_ref().expect("there is one");
         self.device.launch(&fetch.copy, (2 * self.device.processors as usize, 1, 1), 256, 0, &p)
-    }
-
-    /// Puts computation behind what is being fetched ahead.
-    pub(crate) fn await_ahead(&mut self) -> Done {
-        match self.fetch.as_mut().and_then(|fetch| fetch.pending.take()) {
-            Some(pending) => pending.hold(self.device.stream),
-            None => Ok(()),
-        }
-    }
-
-    fn fetch_ahead(&mut self, open: &Open, layer: usize) -> Done {
-        let Some(Ahead { margin, side, list, counts }) = self.fetch.as_ref().and_then(|f| f.ahead.as_ref())
-        else {
-            return Ok(());
-        };
-        let (margin, side, list, counts) = (*margin, side.clone(), *list, *counts);
-        // Before this layer's experts change the hidden rows; the rest runs beside them.
-        let route = self.ahead_logits(open, layer, margin)?;
-        Event::record(&self.device)?.hold(side.stream)?;
-        let fetch = self.fetch.as_mut().expect("there is one");
-        side.zero(counts, 4 * fetch.book.experts as usize)?;
-        self.kernels.choose(&side, &crate::moe::Route { counts, ..route })?;
-        let p = Book { counts, list, layer: layer as i32, ahead: 1, ..fetch.book };
-        side.launch(&fetch.choose, (1, 1, 1), 1024, 0, &p)?;
-        side.launch(&fetch.copy, (side.processors as usize / 2, 1, 1), 256, 0, &p)?;
-        fetch.pending = Some(Event::record(&side)?);
-        Ok(())
     }
 }
 

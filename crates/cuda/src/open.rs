@@ -123,7 +123,7 @@ pub(crate) struct Scratch {
 impl Scratch {
     /// Where everything is that passes of single rows use.
     pub(crate) fn addresses(&self) -> impl Iterator<Item = u64> {
-        [&self.inner, &self.partial, &self.ahead].into_iter().map(Room::at)
+        [&self.inner, &self.partial].into_iter().map(Room::at)
     }
 }
 

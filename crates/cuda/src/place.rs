@@ -46,7 +46,7 @@ impl Cuda {
         let matrices = self.model.experts.iter().flat_map(|layer| [&layer.gate, &layer.up, &layer.down]);
         let largest = matrices.map(|matrix| matrix.bytes()).max().unwrap_or(0);
         let pinned = STAGING.min(bytes).max(8 * (largest + 8192).next_multiple_of(4096));
-        let lanes = GpuLanes::new(&self.device, bytes, pinned, self.sums()).map_err(|error| {
+        let lanes = GpuLanes::new(&self.device, bytes, pinned, (self.sums(), self.home())).map_err(|error| {
             let message = format!(
                 "taking {} MiB of the GPU's memory for experts and {} MiB of pinned memory: {error}; a smaller cache \
                  or a shorter context needs less",

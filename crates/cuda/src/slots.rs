@@ -32,7 +32,12 @@ pub(crate) trait Lanes: Send + Sync + 'static {
     /// A point in a queue.
     type Mark: Send + Sync;
 
-    /// The pinned memory of the host that copies come from.
+    /// Whether copies can come straight from these bytes, which stay as long as this device.
+    fn reaches(&self, _bytes: &[u8]) -> bool {
+        false
+    }
+
+    /// The pinned memory of the host that other copies come from.
     fn pinned(&self) -> (*mut u8, usize);
 
     /// A point behind everything enqueued so far.
@@ -53,10 +58,9 @@ pub(crate) trait Lanes: Send + Sync + 'static {
     /// Seconds of the device between two points that have passed.
     fn seconds(&self, from: &Self::Mark, to: &Self::Mark) -> f64;
 
-    /// Experts that the device found in slots of its own, that it fetched by itself, and that it fetched ahead; 0 if it
-    /// has no slots of its own.
-    fn fetched(&self) -> io::Result<[u64; 3]> {
-        Ok([0; 3])
+    /// Experts that the device found in slots of its own, and that it fetched by itself; 0 if it has none.
+    fn fetched(&self) -> io::Result<[u64; 2]> {
+        Ok([0; 2])
     }
 
     /// The bytes of a range when everything enqueued for copying is done. Waits.
@@ -66,7 +70,7 @@ pub(crate) trait Lanes: Send + Sync + 'static {
 /// Rows of equal length, equally far apart in pinned memory and in the arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Rows {
-    /// Where the first one begins in pinned memory, and in the arena.
+    /// Where the first one begins: its address in pinned memory, its place in the arena.
     pub(crate) from: usize,
     pub(crate) to: usize,
     /// Bytes of each.
@@ -87,6 +91,7 @@ fn rows(parts: &[(usize, Range<usize>)]) -> Vec<Rows> {
     for (from, to) in parts {
         if let Some(last) = rows.last_mut()
             && last.len == to.len()
+            && *from > last.from
         {
             let strides = (from - last.from, to.start - last.to);
             if last.count == 1 && strides.1 <= FARTHEST {
@@ -101,6 +106,13 @@ fn rows(parts: &[(usize, Range<usize>)]) -> Vec<Rows> {
         rows.push(Rows { from: *from, to: to.start, len, from_stride: stride, to_stride: stride, count: 1 });
     }
     rows
+}
+
+/// The order of ranges in the arena.
+fn ascending(ranges: &[Range<usize>]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..ranges.len()).collect();
+    order.sort_unstable_by_key(|&index| ranges[index].start);
+    order
 }
 
 /// Points of a queue, numbered from 1 on; those that have passed are forgotten.
@@ -243,7 +255,7 @@ impl<L: Lanes> Arena<L> {
         Ok(())
     }
 
-    /// Enqueues the copies of ranges whose bytes lie in pinned memory, each at its place.
+    /// Enqueues the copies of ascending ranges whose bytes lie in pinned memory, each at its address.
     fn enqueue(&self, parts: &[(usize, Range<usize>)]) -> io::Result<Arc<L::Mark>> {
         let mut books = self.books();
         let granules = || parts.iter().flat_map(|(_, range)| self.granules(range));
@@ -304,23 +316,41 @@ impl<L: Lanes> SlotMemory for Arena<L> {
         let sizes = ranges.iter().map(|range| range.len().next_multiple_of(ALIGN));
         let room = self.ring.take(&self.lanes, sizes.sum())?;
         // In pinned memory they lie in the order of the arena, so that neighbours there are copied together.
-        let mut order: Vec<usize> = (0..ranges.len()).collect();
-        order.sort_unstable_by_key(|&index| ranges[index].start);
+        let (order, pinned) = (ascending(ranges), self.lanes.pinned().0);
         let (mut at, mut places) = (room.start(), vec![0; ranges.len()]);
         for &index in &order {
             places[index] = at;
             at += ranges[index].len().next_multiple_of(ALIGN);
         }
-        let (pinned, _) = self.lanes.pinned();
         let buffer = |(from, range): (&usize, &Range<usize>)| {
             // SAFETY: inside the room just taken, which is nobody else's, apart from the other parts; no copy reads
             // it any more.
             IoSliceMut::new(unsafe { std::slice::from_raw_parts_mut(pinned.add(*from), range.len()) })
         };
         fill(&mut places.iter().zip(ranges).map(buffer).collect::<Vec<_>>())?;
-        let parts: Vec<_> = order.iter().map(|&index| (places[index], ranges[index].clone())).collect();
+        let part = |&index: &usize| (pinned as usize + places[index], ranges[index].clone());
+        let parts: Vec<_> = order.iter().map(part).collect();
         room.read_by(self.enqueue(&parts)?);
         Ok(())
+    }
+
+    unsafe fn write_from(&self, ranges: &[Range<usize>], from: &[&[u8]]) -> io::Result<()> {
+        let same =
+            ranges.len() == from.len() && ranges.iter().zip(from).all(|(to, from)| to.len() == from.len());
+        assert!(
+            same && ranges.iter().all(|range| self.holds(range)),
+            "ranges of the arena, and bytes for them"
+        );
+        if !from.iter().all(|bytes| self.lanes.reaches(bytes)) {
+            let mut copy = |parts: &mut [IoSliceMut<'_>]| {
+                parts.iter_mut().zip(from).for_each(|(part, from)| part.copy_from_slice(from));
+                Ok(())
+            };
+            // SAFETY: the same promise.
+            return unsafe { self.write(ranges, &mut copy) };
+        }
+        let part = |&index: &usize| (from[index].as_ptr() as usize, ranges[index].clone());
+        self.enqueue(&ascending(ranges).iter().map(part).collect::<Vec<_>>()).map(drop)
     }
 
     fn inspect(&self, range: Range<usize>, see: &mut dyn FnMut(&[u8])) -> bool {
@@ -329,10 +359,10 @@ impl<L: Lanes> SlotMemory for Arena<L> {
 
     fn copies(&self) -> Option<CopyStats> {
         // What cannot be asked for now is counted later.
-        let [found, fetched, fetched_ahead] = self.lanes.fetched().unwrap_or_default();
+        let [found, fetched] = self.lanes.fetched().unwrap_or_default();
         let mut books = self.books();
         let _ = books.count(&self.lanes);
-        Some(CopyStats { found, fetched, fetched_ahead, ..books.stats })
+        Some(CopyStats { found, fetched, ..books.stats })
     }
 
     fn trace_copies(&self) {

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use cudarc::driver::DriverError;
-use model::state::{OpenPass, PAGE, SequenceTable, SlotId};
+use model::state::host::Page;
+use model::state::{OpenPass, PAGE, PageId, SequenceTable, SlotId};
 use model::{KvType, Pass, SequenceId, Snapshot, Spec, state::SnapshotShape};
 
 use crate::driver::{Buffer, Device};
@@ -99,19 +100,14 @@ impl DeviceState {
             Some(slot) => self.device.download(self.slot(slot), self.shape.slot_len()).map_err(&fail)?,
             None => Vec::new(),
         };
-        let row = self.shape.head_dim * self.shape.kv.bytes();
-        let copies: Vec<Vec<u8>> = (pages.iter())
-            .map(|page| self.device.download(self.page(page.0), self.page_bytes()))
-            .collect::<Result<_, _>>()
-            .map_err(&fail)?;
-        let mut kv = Vec::with_capacity(position * self.shape.position_len() * self.shape.kv.bytes());
-        for head in 0..self.heads() {
-            for (copy, first) in copies.iter().zip((0..position).step_by(PAGE)) {
-                let rows = PAGE.min(position - first);
-                kv.extend_from_slice(&copy[head * PAGE * row..][..rows * row]);
-            }
-        }
-        Ok(Snapshot { shape: self.shape, position, recurrent, kv })
+        let copy = |page: &PageId| {
+            let bytes: Vec<u8> = self.device.download(self.page(page.0), self.page_bytes())?;
+            let mut page = Page::new(&self.shape);
+            page.write_bytes(0, &bytes);
+            Ok(Arc::new(page))
+        };
+        let pages = pages.iter().map(copy).collect::<Result<_, _>>().map_err(&fail)?;
+        Ok(Snapshot { shape: self.shape, position, recurrent: Arc::new(recurrent), pages })
     }
 
     /// A new sequence in a state copied to the host before.
@@ -128,30 +124,22 @@ impl DeviceState {
     }
 
     fn fill(&mut self, id: SequenceId, snapshot: &Snapshot) -> Result<(), DriverError> {
-        let (position, pages, slot) = self.table.parts(id).expect("just made");
+        let (_, pages, slot) = self.table.parts(id).expect("just made");
         let (pages, page_bytes) = (pages.to_vec(), self.page_bytes());
         if let Some(slot) = slot {
             allocate(&self.device, &mut self.slots, slot.0, self.shape.slot_len() * 4)?;
-            self.device.upload(&snapshot.recurrent, self.slot(slot))?;
+            self.device.upload(&snapshot.recurrent[..], self.slot(slot))?;
         }
-        let row = self.shape.head_dim * self.shape.kv.bytes();
-        for (index, page) in pages.iter().enumerate() {
+        let mut copies = Vec::new();
+        for (page, from) in pages.iter().zip(&snapshot.pages) {
             allocate(&self.device, &mut self.pages, page.0, page_bytes)?;
-            let rows = PAGE.min(position - index * PAGE);
-            let mut copy = vec![0u8; page_bytes];
-            for head in 0..self.heads() {
-                let from = (head * position + index * PAGE) * row;
-                copy[head * PAGE * row..][..rows * row].copy_from_slice(&snapshot.kv[from..][..rows * row]);
-            }
+            let mut copy = Vec::with_capacity(page_bytes);
+            from.append_bytes(0..from.len(), &mut copy);
             self.device.upload(&copy, self.page(page.0))?;
+            copies.push(copy);
         }
-        // `copy` must not go away before it is read.
+        // The copies must not go away before they are read.
         self.device.wait()
-    }
-
-    /// Heads of keys and values, over all layers.
-    fn heads(&self) -> usize {
-        self.shape.attention_layers * 2 * self.shape.kv_heads
     }
 }
 

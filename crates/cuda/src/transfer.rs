@@ -1,5 +1,6 @@
 //! The GPU's queue of copies and the pinned memory they come from.
 
+use std::ffi::c_void;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype, CUstream, cuMemcpy2DAsync
 use cudarc::driver::{DriverError, result};
 
 use crate::driver::{Buffer, Device, Event, Pinned};
-use crate::fetch::Sums;
+use crate::fetch::{PinnedExperts, Sums};
 use crate::slots::{Lane, Lanes, Rows};
 
 /// A stream for copies, slots, and pinned memory.
@@ -18,6 +19,8 @@ pub(crate) struct GpuLanes {
     slots: Buffer,
     pinned: Pinned,
     sums: Option<Sums>,
+    /// Pinned memory beside, that copies may come from.
+    home: Option<Arc<PinnedExperts>>,
 }
 
 // SAFETY: handles of the driver may be used from any thread; the context is made current first.
@@ -26,18 +29,18 @@ unsafe impl Send for GpuLanes {}
 unsafe impl Sync for GpuLanes {}
 
 impl GpuLanes {
-    /// Slots of `bytes` bytes, filled from `pinned` bytes of the host; `sums` are told beside what is copied.
+    /// Slots of `bytes` bytes, filled from `pinned` bytes of the host, or from `home`; `sums` are told beside what is copied.
     pub(crate) fn new(
         device: &Arc<Device>,
         bytes: usize,
         pinned: usize,
-        sums: Option<Sums>,
+        (sums, home): (Option<Sums>, Option<Arc<PinnedExperts>>),
     ) -> Result<GpuLanes, DriverError> {
         device.bind()?;
         let slots = device.allocate(bytes)?;
         let pinned = device.pinned(pinned)?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
-        Ok(GpuLanes { device: device.clone(), stream, slots, pinned, sums })
+        Ok(GpuLanes { device: device.clone(), stream, slots, pinned, sums, home })
     }
 
     /// Where the slots begin.
@@ -71,6 +74,11 @@ impl Drop for GpuLanes {
 impl Lanes for GpuLanes {
     type Mark = Event;
 
+    fn reaches(&self, bytes: &[u8]) -> bool {
+        let start = bytes.as_ptr() as usize;
+        self.home.as_ref().is_some_and(|home| home.holds(start..start + bytes.len()))
+    }
+
     fn pinned(&self) -> (*mut u8, usize) {
         (self.pinned.host(), self.pinned.bytes)
     }
@@ -93,15 +101,17 @@ impl Lanes for GpuLanes {
 
     fn copy(&self, rows: &Rows) -> io::Result<()> {
         let end = |start: usize, stride: usize| start + (rows.count - 1) * stride + rows.len;
-        let inside = end(rows.from, rows.from_stride) <= self.pinned.bytes
-            && end(rows.to, rows.to_stride) <= self.slots.bytes;
+        let (first, last) = (rows.from, end(rows.from, rows.from_stride));
+        let ring = self.pinned.host() as usize;
+        let in_ring = first >= ring && last <= ring + self.pinned.bytes;
+        let at_home = || self.home.as_ref().is_some_and(|home| home.holds(first..last));
+        let inside = end(rows.to, rows.to_stride) <= self.slots.bytes && (in_ring || at_home());
         assert!(inside && rows.len <= rows.from_stride.min(rows.to_stride), "inside of both memories");
         let copy = CUDA_MEMCPY2D {
             srcXInBytes: 0,
             srcY: 0,
             srcMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
-            // SAFETY: inside pinned memory.
-            srcHost: unsafe { self.pinned.host().add(rows.from) }.cast(),
+            srcHost: rows.from as *const c_void,
             srcDevice: 0,
             srcArray: std::ptr::null_mut(),
             srcPitch: rows.from_stride,
@@ -123,8 +133,8 @@ impl Lanes for GpuLanes {
         self.run(|| from.until(to)).map_or(0.0, |ms| f64::from(ms) / 1e3)
     }
 
-    fn fetched(&self) -> io::Result<[u64; 3]> {
-        self.sums.as_ref().map_or(Ok([0; 3]), |sums| self.run(|| sums.read()))
+    fn fetched(&self) -> io::Result<[u64; 2]> {
+        self.sums.as_ref().map_or(Ok([0; 2]), |sums| self.run(|| sums.read()))
     }
 
     fn download(&self, range: Range<usize>) -> io::Result<Vec<u8>> {

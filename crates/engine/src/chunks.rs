@@ -5,13 +5,17 @@ use std::ops::Range;
 use model::GRID;
 
 /// Cuts `len` tokens that start at absolute position `start` into chunks of at most `chunk` tokens
-/// (rounded down to the grid, at least one cell). Cuts lie on the absolute 64-position grid, whatever the
+/// (rounded down to the grid, at least one cell), as few as that allows and of about the same size: a pass that
+/// reads all experts for a few rows could not hide it. Cuts lie on the absolute 64-position grid, whatever the
 /// chunk size, so that the same rows always meet in the same block. A tail smaller than `smallest` joins
 /// its neighbour, which then exceeds `chunk` by less than `smallest`.
 ///
 /// Returns ranges of `0..len`.
 pub fn chunks(start: usize, len: usize, chunk: usize, smallest: usize) -> Vec<Range<usize>> {
-    let chunk = (chunk / GRID * GRID).max(GRID);
+    let most = (chunk / GRID * GRID).max(GRID);
+    // The first chunk may be shorter than the others, by what the start is behind the grid.
+    let count = (start % GRID + len).div_ceil(most).max(1);
+    let chunk = (start % GRID + len).div_ceil(count).next_multiple_of(GRID).min(most);
     let mut cuts = Vec::new();
     let mut from = 0;
     while from < len {
@@ -39,6 +43,15 @@ mod tests {
         assert_eq!(chunks(0, 64, 64, 1), one(0..64));
         assert_eq!(chunks(63, 1, 2048, 1), one(0..1));
         assert_eq!(chunks(0, 0, 2048, 1), Vec::<Range<usize>>::new());
+    }
+
+    #[test]
+    fn chunks_are_about_the_same_size() {
+        assert_eq!(chunks(0, 9000, 8192, 1), [0..4544, 4544..9000]);
+        assert_eq!(chunks(10, 9000, 8192, 1), [0..4534, 4534..9000]);
+        assert_eq!(chunks(0, 2049, 2048, 1), [0..1088, 1088..2049]);
+        assert_eq!(chunks(1, 4096, 2048, 1).len(), 3, "a start off the grid costs a cut");
+        assert_eq!(chunks(0, 8192, 2048, 1), [0..2048, 2048..4096, 4096..6144, 6144..8192]);
     }
 
     #[test]

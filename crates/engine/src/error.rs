@@ -43,6 +43,13 @@ pub enum Error {
         position: usize,
     },
 
+    /// No token satisfies what was demanded of the answer, or nobody can say which.
+    #[error("the answer cannot go on in the form that was demanded: {reason}")]
+    Constraint {
+        /// Why not.
+        reason: String,
+    },
+
     /// A setting outside its range.
     #[error("{name} is {found}; expected {expected}")]
     Setting {

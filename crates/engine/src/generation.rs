@@ -3,6 +3,7 @@
 use text::{Decoder, StopMatcher, Tokenizer};
 
 use crate::cancel::Cancel;
+use crate::constraint::Constraint;
 use crate::engine::{Engine, Session};
 use crate::error::{Error, Result};
 use crate::sampler::{Sampler, Sampling};
@@ -16,10 +17,12 @@ pub struct GenerationOptions {
     pub max_tokens: usize,
     /// Texts that end the answer and are not part of it.
     pub stop: Vec<String>,
-    /// Goes on past the model's own end of the answer.
+    /// Goes on past the model's own end of the answer; not where a constraint ends it.
     pub ignore_eos: bool,
     /// Wants the probability of each token, and those of this many of the most likely ones.
     pub logprobs: Option<usize>,
+    /// What the answer has to look like, token by token.
+    pub constraint: Option<Box<dyn Constraint>>,
 }
 
 impl Default for GenerationOptions {
@@ -30,6 +33,7 @@ impl Default for GenerationOptions {
             stop: Vec::new(),
             ignore_eos: false,
             logprobs: None,
+            constraint: None,
         }
     }
 }
@@ -60,7 +64,7 @@ pub struct Token {
     pub finish: Option<Finish>,
 }
 
-/// Natural logarithms of the model's probabilities at one place, before penalties, filters and temperature.
+/// Natural logarithms of the model's probabilities at one place, before constraint, penalties, filters and temperature.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Logprobs {
     /// Of the token chosen.
@@ -96,6 +100,7 @@ pub struct Generation {
     logits: Vec<f32>,
     left: usize,
     logprobs: Option<usize>,
+    constraint: Option<Box<dyn Constraint>>,
     finish: Option<Finish>,
 }
 
@@ -105,7 +110,8 @@ impl Generation {
     /// # Errors
     /// [`Error::Setting`].
     pub fn new(tokenizer: &Tokenizer, logits: Vec<f32>, options: &GenerationOptions) -> Result<Generation> {
-        let stop_tokens = if options.ignore_eos { Vec::new() } else { tokenizer.stop_tokens() };
+        let endless = options.ignore_eos && options.constraint.is_none();
+        let stop_tokens = if endless { Vec::new() } else { tokenizer.stop_tokens() };
         Ok(Generation {
             sampler: Sampler::new(options.sampling)?,
             decoder: Decoder::new(),
@@ -114,6 +120,7 @@ impl Generation {
             logits,
             left: options.max_tokens,
             logprobs: options.logprobs,
+            constraint: options.constraint.clone(),
             finish: (options.max_tokens == 0).then_some(Finish::Length),
         })
     }
@@ -123,7 +130,7 @@ impl Generation {
     /// `None` when the answer has ended.
     ///
     /// # Errors
-    /// [`Error::Cancelled`] before a token is chosen; those of [`Engine::step`].
+    /// [`Error::Cancelled`] before a token is chosen; those of [`Generation::choose`] and [`Engine::step`].
     pub fn next(
         &mut self,
         engine: &mut Engine,
@@ -135,7 +142,7 @@ impl Generation {
             return Err(Error::Cancelled { read: 0, total: 1 });
         }
         let has_room = engine.check_room(session, 1).is_ok();
-        let Some(token) = self.choose(tokenizer, has_room) else { return Ok(None) };
+        let Some(token) = self.choose(tokenizer, has_room)? else { return Ok(None) };
         if token.finish.is_none() {
             // The token has been chosen and shown: reading it is one step, not worth interrupting.
             self.resume(engine.step(session, token.id, &Cancel::new())?);
@@ -145,15 +152,18 @@ impl Generation {
 
     /// Chooses the next token; `None` when the answer has ended. Unless it ends with this one, somebody has to read
     /// it and hand the logits to [`Generation::resume`]; `has_room` says whether the context has room for it.
-    pub fn choose(&mut self, tokenizer: &Tokenizer, has_room: bool) -> Option<Token> {
+    ///
+    /// # Errors
+    /// [`Error::Constraint`].
+    pub fn choose(&mut self, tokenizer: &Tokenizer, has_room: bool) -> Result<Option<Token>> {
         if self.finish.is_some() {
-            return None;
+            return Ok(None);
         }
-        let id = self.sampler.choose(&self.logits);
+        let id = self.choose_id()?;
         let logprobs = self.logprobs.map(|top| Logprobs::new(&self.logits, id, top));
         self.left -= 1;
         if self.stop_tokens.contains(&id) {
-            return Some(Token { logprobs, ..self.end(id, String::new(), Finish::Stop) });
+            return Ok(Some(Token { logprobs, ..self.end(id, String::new(), Finish::Stop) }));
         }
         let text = self.stop.push(&self.decoder.push(tokenizer, id));
         let ended = match self.stop.matched() {
@@ -162,10 +172,20 @@ impl Generation {
             None if !has_room => Some(Finish::Context),
             None => None,
         };
-        Some(match ended {
+        Ok(Some(match ended {
             Some(finish) => Token { logprobs, ..self.end(id, text, finish) },
             None => Token { id, text, logprobs, finish: None },
-        })
+        }))
+    }
+
+    fn choose_id(&mut self) -> Result<u32> {
+        let Some(constraint) = &mut self.constraint else { return Ok(self.sampler.choose(&self.logits)) };
+        let fail = |reason| Error::Constraint { reason };
+        let mask = constraint.mask().map_err(fail)?;
+        let id = self.sampler.choose_among(&self.logits, &mask);
+        let id = id.ok_or_else(|| fail("no token satisfies it".to_owned()))?;
+        constraint.commit(id).map_err(fail)?;
+        Ok(id)
     }
 
     /// Goes on with the logits behind the token chosen last.

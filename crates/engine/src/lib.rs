@@ -7,12 +7,14 @@
 //! - [`Store`] keeps sessions on disk, so that they survive a restart;
 //! - [`Scheduler`] runs several requests on one engine, without one starving another;
 //! - [`Generation`] turns logits into text, one token at a time;
+//! - [`Constraint`] says which tokens an answer may have where;
 //! - [`Profile`] says where the time went, stage by stage, and what the work would cost at least;
 //! - [`perplexity()`], [`parity`] and [`compare`] say how good and how alike results are.
 
 mod cancel;
 mod chunks;
 pub mod compare;
+mod constraint;
 mod engine;
 mod error;
 mod generation;
@@ -31,6 +33,7 @@ mod store;
 
 pub use cancel::Cancel;
 pub use chunks::chunks;
+pub use constraint::{Constraint, TokenMask};
 pub use engine::{Engine, Options, Session};
 pub use error::{Error, Result};
 pub use generation::{Finish, Generation, GenerationOptions, Logprobs, Token};

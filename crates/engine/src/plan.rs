@@ -1,9 +1,14 @@
-//! The plan: which memory a run takes, decided before anything is loaded.
+//! The plan: which memory a run takes and how prompts are cut, decided before anything is loaded.
 
-use model::state::{PAGE, SnapshotShape};
-use model::{Limits, Model};
+pub mod chunk;
+mod expect;
+
+use model::state::{KvType, PAGE, SnapshotShape};
+use model::{GRID, Limits, Model};
 
 use crate::machine::Spare;
+use chunk::PassTime;
+pub use expect::{Expected, Rates, cost, hit_rate};
 
 /// Code, stacks, tokenizer, allocator.
 const FIXED: u64 = 64 << 20;
@@ -33,8 +38,31 @@ pub enum Cache {
     Slots(u64),
 }
 
-/// The memory of a run, in bytes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// What a plan is made for.
+pub struct Needs<'a> {
+    /// Positions of keys and values, over all sequences.
+    pub positions: usize,
+    /// Most tokens of a session.
+    pub context: usize,
+    /// How keys and values are stored.
+    pub kv: KvType,
+    /// Tokens of the prompt, if they are known.
+    pub prompt: Option<usize>,
+    /// Rows of a chunk, if the user says so.
+    pub chunk: Option<usize>,
+    /// Bytes of activations under some limits.
+    pub scratch: &'a dyn Fn(&Limits) -> u64,
+    /// Bytes of the smallest cache that works.
+    pub floor: u64,
+    /// What the user wants of the cache.
+    pub cache: CacheWish,
+    /// Whether many prompts are to come: then experts that fit are worth memory of our own, which is read faster
+    /// (huge pages) than the mapped file, but takes time to fill.
+    pub lasting: bool,
+}
+
+/// The memory of a run, in bytes, and how it reads prompts.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// Dense weights, in memory of our own.
     pub dense: u64,
@@ -54,6 +82,18 @@ pub struct Plan {
     pub reason: String,
     /// What is not as it was asked for.
     pub warning: Option<String>,
+    /// What the backend may allocate.
+    pub limits: Limits,
+    /// Most rows of a chunk.
+    pub chunk: usize,
+    /// Bytes of experts that a pass over the model reads.
+    pub streamed: u64,
+    /// What such a pass takes, as far as it is known.
+    pub pass: PassTime,
+    /// Why the chunk is what it is.
+    pub chunk_reason: String,
+    /// What can be expected.
+    pub expected: Expected,
 }
 
 /// Why there is no plan.
@@ -71,33 +111,124 @@ pub struct NotEnough {
 }
 
 impl Plan {
-    /// The plan for `model` under `limits`, with `scratch` bytes of activations; `floor` is the smallest cache
-    /// that works, `spare` the memory there is, if it is known.
+    /// The plan for `model`, with `spare` memory, if it is known, on a machine that reaches `rates`.
     ///
     /// # Errors
-    /// [`NotEnough`] if not even the smallest cache fits.
+    /// [`NotEnough`] if not even the smallest cache fits beside the smallest chunk.
     pub fn new(
         model: &Model,
-        limits: &Limits,
-        (scratch, floor): (u64, u64),
-        wish: CacheWish,
+        needs: &Needs,
         spare: Option<&Spare>,
+        rates: &Rates,
     ) -> Result<Plan, NotEnough> {
-        let shape = SnapshotShape::new(&model.spec, limits.kv);
+        let sizes = match needs.chunk {
+            Some(chunk) => vec![chunk],
+            None => chunk::candidates(needs.prompt, needs.context, rates.decoding.is_some()),
+        };
+        let plans = sizes.iter().map(|&rows| Plan::with_chunk(model, needs, spare, rates, rows));
+        let (plans, refused): (Vec<_>, Vec<_>) = plans.partition(Result::is_ok);
+        let mut plans: Vec<Plan> = plans.into_iter().flatten().collect();
+        // Beside a smaller chunk experts may fit that do not beside a larger one: then nothing need be read.
+        if let Some(least) = plans.iter().map(|plan| plan.streamed).min().filter(|&least| least == 0) {
+            plans.retain(|plan| plan.streamed == least);
+        }
+        let times: Vec<_> = plans.iter().map(|plan| (plan.chunk, plan.pass)).collect();
+        let Some(index) = chunk::choose(needs.prompt, &times) else {
+            // The smallest chunk needs least.
+            return Err(refused.into_iter().find_map(Result::err).expect("nothing was planned"));
+        };
+        let mut plan = plans.swap_remove(index);
+        plan.chunk_reason = plan.explain(needs);
+        plan.expected = plan.expect(model, needs, rates);
+        Ok(plan)
+    }
+
+    /// The plan with chunks of `rows` rows.
+    fn with_chunk(
+        model: &Model,
+        needs: &Needs,
+        spare: Option<&Spare>,
+        rates: &Rates,
+        rows: usize,
+    ) -> Result<Plan, NotEnough> {
+        let shape = SnapshotShape::new(&model.spec, needs.kv);
+        let limits =
+            Limits { pass_rows: pass_rows(rows, needs.context), positions: needs.positions, kv: needs.kv };
         let positions = limits.positions.next_multiple_of(PAGE);
         let mut plan = Plan {
             dense: model.dense_bytes(),
             kv: (positions * shape.position_len() * limits.kv.bytes()) as u64,
             state: 2 * (shape.slot_len() * size_of::<f32>()) as u64,
-            scratch,
+            scratch: (needs.scratch)(&limits),
             fixed: FIXED,
             experts: model.expert_bytes(),
             cache: Cache::Mapped,
             reason: String::new(),
             warning: None,
+            limits,
+            chunk: rows,
+            streamed: 0,
+            pass: PassTime::default(),
+            chunk_reason: String::new(),
+            expected: Expected::default(),
         };
-        plan.choose(floor, wish, spare)?;
+        plan.choose(needs, spare)?;
+        plan.streamed = plan.streamed_bytes(model.spec.layers.len());
+        plan.pass = rates.pass(model, needs.kv, needs.context, plan.streamed);
         Ok(plan)
+    }
+
+    /// Bytes that a pass reads: the cache keeps what is left beside a window of a layer and a quarter, and
+    /// nothing below two layers.
+    fn streamed_bytes(&self, layers: usize) -> u64 {
+        let layer = self.experts / layers.max(1) as u64;
+        match self.cache {
+            Cache::Mapped => 0,
+            Cache::Slots(bytes) if bytes >= self.experts => 0,
+            Cache::Slots(bytes) if bytes <= 2 * layer => self.experts,
+            Cache::Slots(bytes) => (self.experts + layer + layer / 4).saturating_sub(bytes).min(self.experts),
+        }
+    }
+
+    /// Seconds of reading each row of a full chunk, as far as they are known.
+    pub fn seconds_per_row(&self) -> f64 {
+        self.pass.compute(self.chunk).max(self.pass.load) / self.chunk as f64
+    }
+
+    fn explain(&self, needs: &Needs) -> String {
+        let PassTime { load, .. } = self.pass;
+        let rows = needs.prompt.map_or(self.chunk, |prompt| prompt.min(self.chunk));
+        let (compute, gib) = (self.pass.compute(rows), self.streamed as f64 / (1u64 << 30) as f64);
+        let asked = if needs.chunk.is_some() { "asked for; " } else { "" };
+        let why = match (self.streamed, needs.prompt) {
+            (0, Some(prompt)) if prompt <= self.chunk => "the whole prompt".to_string(),
+            (0, _) => "nothing is read meanwhile".to_string(),
+            _ if self.pass.row == 0.0 => format!(
+                "{gib:.1} GiB are read for each; the fewer the better until this machine's speed is known \
+                 (`redlite bench MODEL` measures it)"
+            ),
+            _ if self.pass.hides(rows) => {
+                format!(
+                    "reading {gib:.1} GiB for each takes {load:.1} s, hidden behind {compute:.1} s of computing"
+                )
+            }
+            _ => format!("reading decides: {gib:.1} GiB for each take {load:.1} s, computing {compute:.1} s"),
+        };
+        format!("{asked}{why}")
+    }
+
+    fn expect(&self, model: &Model, needs: &Needs, rates: &Rates) -> Expected {
+        let rows = needs.prompt.map_or(self.chunk, |prompt| prompt.min(self.chunk)).max(1);
+        let seconds = self.pass.compute(rows).max(self.pass.load);
+        let known = rates.ingestion.is_some() && (self.streamed == 0 || rates.read.is_some());
+        let share = match self.cache {
+            Cache::Mapped => 1.0,
+            Cache::Slots(bytes) => bytes as f64 / self.experts.max(1) as f64,
+        };
+        Expected {
+            ingestion: known.then(|| rows as f64 / seconds),
+            decode: rates.decode(model, needs.kv, needs.context, share),
+        }
     }
 
     /// Everything but experts.
@@ -114,15 +245,11 @@ impl Plan {
             }
     }
 
-    /// Decides where experts are, given everything else; `floor` is the smallest cache that works, `spare` the
-    /// memory there is, if it is known.
-    ///
-    /// # Errors
-    /// [`NotEnough`] if not even the smallest cache fits.
-    pub fn choose(&mut self, floor: u64, wish: CacheWish, spare: Option<&Spare>) -> Result<(), NotEnough> {
+    fn choose(&mut self, needs: &Needs, spare: Option<&Spare>) -> Result<(), NotEnough> {
+        let floor = needs.floor;
         let without = self.without_experts();
         let room = spare.map(|spare| spare.bytes.saturating_sub(without));
-        let (cache, reason) = match (wish, spare) {
+        let (cache, reason) = match (needs.cache, spare) {
             (CacheWish::Mapped, _) => (Cache::Mapped, "asked for".to_string()),
             (CacheWish::Full, _) => (Cache::Slots(self.experts), "asked for".to_string()),
             (CacheWish::Bytes(bytes), _) => (Cache::Slots(bytes), "asked for".to_string()),
@@ -132,7 +259,9 @@ impl Plan {
             (CacheWish::Auto, Some(spare)) => {
                 let reserve = RESERVE.min(spare.bytes / 8);
                 let usable = spare.bytes.saturating_sub(reserve).saturating_sub(without);
-                if self.experts <= usable {
+                if self.experts <= usable && needs.lasting {
+                    (Cache::Slots(self.experts), format!("everything fits {}", spare.limit))
+                } else if self.experts <= usable {
                     (Cache::Mapped, format!("everything fits {}", spare.limit))
                 } else {
                     (Cache::Slots(usable), format!("what {} leaves", spare.limit))
@@ -140,7 +269,6 @@ impl Plan {
             }
         };
         (self.cache, self.reason) = (cache, reason);
-        self.warning = None;
         let Cache::Slots(bytes) = self.cache else { return Ok(()) };
         let bytes = bytes.min(self.experts + self.experts / 8);
         self.cache = Cache::Slots(bytes.max(floor));
@@ -157,4 +285,10 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// Rows of the largest pass when sessions of `context` tokens are read in chunks of `chunk`: a tail may join the
+/// last one.
+pub fn pass_rows(chunk: usize, context: usize) -> usize {
+    chunk.max(GRID).saturating_add(GRID).min(context.max(GRID))
 }

@@ -1,10 +1,11 @@
-//! Choosing the next token: penalties → top-k → top-p → min-p → temperature.
+//! Choosing the next token: constraint → penalties → top-k → top-p → min-p → temperature.
 
 use std::collections::HashMap;
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
+use crate::constraint::TokenMask;
 use crate::error::{Error, Result};
 
 /// Settings of a sampler. The defaults are those the model family's authors recommend.
@@ -100,6 +101,19 @@ impl Sampler {
     pub fn choose(&mut self, logits: &[f32]) -> u32 {
         self.candidates.clear();
         self.candidates.extend((0u32..).zip(logits).map(|(id, &logit)| Candidate { id, logit }));
+        self.decide()
+    }
+
+    /// As [`Sampler::choose`], among the tokens of `mask`; `None` if there are none.
+    pub fn choose_among(&mut self, logits: &[f32], mask: &TokenMask) -> Option<u32> {
+        self.candidates.clear();
+        let allowed = (0u32..).zip(logits).filter(|(id, _)| mask.allows(*id));
+        self.candidates.extend(allowed.map(|(id, &logit)| Candidate { id, logit }));
+        (!self.candidates.is_empty()).then(|| self.decide())
+    }
+
+    /// Chooses one of the candidates, which are in ascending order of ids.
+    fn decide(&mut self) -> u32 {
         self.penalise();
         let id = if self.settings.temperature == 0.0 { self.greedy() } else { self.draw() };
         *self.counts.entry(id).or_insert(0) += 1;
@@ -109,7 +123,8 @@ impl Sampler {
     fn penalise(&mut self) {
         let Sampling { presence_penalty, frequency_penalty, repeat_penalty, .. } = self.settings;
         for (&id, &count) in &self.counts {
-            let logit = &mut self.candidates[id as usize].logit;
+            let Ok(at) = self.candidates.binary_search_by_key(&id, |c| c.id) else { continue };
+            let logit = &mut self.candidates[at].logit;
             *logit = if *logit > 0.0 { *logit / repeat_penalty } else { *logit * repeat_penalty };
             *logit -= presence_penalty + frequency_penalty * count as f32;
         }
@@ -262,6 +277,34 @@ mod tests {
         };
         assert_eq!(draw(7), draw(7));
         assert_ne!(draw(7), draw(8));
+    }
+
+    #[test]
+    fn masks_come_before_everything_else() {
+        let mask = TokenMask::of([0, 2, 4]);
+        // Only what is allowed counts for the filters: 0 has 0.67 of the allowed ones, 4 has 0.24.
+        for (settings, expected) in [
+            (Sampling::greedy(), vec![0]),
+            (Sampling { top_k: 1, ..OPEN }, vec![0]),
+            (Sampling { top_k: 2, ..OPEN }, vec![0, 4]),
+            (Sampling { top_p: 0.6, ..OPEN }, vec![0]),
+            (Sampling { temperature: 3.0, ..OPEN }, vec![0, 2, 4]),
+        ] {
+            let draw =
+                |seed| Sampler::new(Sampling { seed, ..settings }).unwrap().choose_among(&LOGITS, &mask);
+            let seen: std::collections::BTreeSet<u32> = (0..400).map(|seed| draw(seed).unwrap()).collect();
+            assert_eq!(seen.into_iter().collect::<Vec<_>>(), expected, "{settings:?}");
+        }
+        let mut sampler = Sampler::new(Sampling { presence_penalty: 1.5, ..Sampling::greedy() }).unwrap();
+        let drawn: Vec<_> = (0..3).map(|_| sampler.choose_among(&LOGITS, &mask)).collect();
+        assert_eq!(drawn, [Some(0), Some(4), Some(0)], "penalties count what was chosen before");
+        assert_eq!(sampler.choose_among(&LOGITS, &TokenMask::default()), None);
+        let all = TokenMask::of(0..64);
+        let settings = Sampling { seed: 3, ..OPEN };
+        let [mut free, mut bound] = [(); 2].map(|()| Sampler::new(settings).unwrap());
+        for _ in 0..32 {
+            assert_eq!(Some(free.choose(&LOGITS)), bound.choose_among(&LOGITS, &all));
+        }
     }
 
     #[test]

@@ -338,11 +338,19 @@ impl Scheduler {
                 continue;
             };
             let has_room = self.engine.check_room(&task.session, 1).is_ok();
-            let Some(token) = generation.choose(&self.tokenizer, has_room) else {
-                // An answer of no tokens.
-                let task = self.running.remove(index);
-                self.finish(task, Finish::Length);
-                continue;
+            let token = match generation.choose(&self.tokenizer, has_room) {
+                Ok(Some(token)) => token,
+                Ok(None) => {
+                    // An answer of no tokens.
+                    let task = self.running.remove(index);
+                    self.finish(task, Finish::Length);
+                    continue;
+                }
+                Err(error) => {
+                    let task = self.running.remove(index);
+                    self.fail(task, error);
+                    continue;
+                }
             };
             *written += 1;
             self.counts.written += 1;

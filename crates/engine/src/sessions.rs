@@ -134,8 +134,18 @@ pub struct Sessions {
 
 /// How many times more likely the last checkpoint of a conversation is to be used than one in its middle.
 const LAST: u64 = 16;
+/// Checkpoints of a prompt that are not there for their distance alone.
+const NAMED: usize = 5;
+/// Tokens of a chunk that is larger than most.
+const LARGE_CHUNK: usize = 8192;
 /// Evicted checkpoints that are remembered.
 const REMEMBERED: u64 = 256;
+
+/// Whole pages that fit `bytes`, in positions.
+fn positions(spec: &model::Spec, kv: KvType, bytes: u64) -> usize {
+    let position = (SnapshotShape::new(spec, kv).position_len() * kv.bytes()).max(1) as u64;
+    usize::try_from(bytes / position).unwrap_or(usize::MAX / 2) / PAGE * PAGE
+}
 
 impl Sessions {
     /// An empty cache for the sessions of `engine`.
@@ -154,12 +164,22 @@ impl Sessions {
         }
     }
 
-    /// Pages of keys and values that checkpoints may hold: room the backend needs beyond that of running sessions,
-    /// for `spec`'s state within `budget` bytes.
+    /// Positions that checkpoints may hold: room the backend needs beyond that of running sessions, for `spec`'s state
+    /// within `budget` bytes.
     pub fn positions(spec: &model::Spec, options: &SessionOptions) -> usize {
-        let shape = SnapshotShape::new(spec, options.kv);
-        let bytes = (shape.position_len() * options.kv.bytes()).max(1) as u64;
-        usize::try_from(options.budget / bytes).unwrap_or(usize::MAX / 2) / PAGE * PAGE
+        positions(spec, options.kv, options.budget)
+    }
+
+    /// Positions whose keys and values take as much memory as the recurrent states that `running` sequences need beyond
+    /// the two of a lone one: each has one and writes another, and the chunk that is read leaves checkpoints before
+    /// others are given up for them.
+    pub fn state_positions(spec: &model::Spec, options: &SessionOptions, running: usize) -> usize {
+        let made = NAMED + LARGE_CHUNK / options.spacing.max(GRID);
+        let states = (2 * running.max(1) - 2).saturating_add(made) as u64;
+        let slot = 4 * SnapshotShape::new(spec, options.kv).slot_len() as u64;
+        // No more checkpoints than a prompt may leave.
+        let bytes = states.saturating_mul(slot).min((2 * running.max(1)) as u64 * slot + options.budget / 2);
+        positions(spec, options.kv, bytes).saturating_add(PAGE)
     }
 
     /// Looks for sessions on disk too, and stores them there.
@@ -249,7 +269,7 @@ impl Sessions {
     /// ascending. `boundaries` are where its messages end.
     pub fn plan(&self, from: usize, len: usize, boundaries: &[usize]) -> Vec<usize> {
         let floor = |position: usize| position / GRID * GRID;
-        // The most useful first: the end (the answer is asked for again, or its history edited), the end of what
+        // The most useful first ([`NAMED`] of them): the end (the answer is asked for again, or its history edited), the end of what
         // many conversations share, the last messages, then every so often.
         let mut wanted = vec![floor(len.saturating_sub(1))];
         wanted.extend(boundaries.first().map(|&first| floor(first)));

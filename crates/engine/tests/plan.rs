@@ -1,17 +1,33 @@
 //! The plan of memory: what is chosen for which wish and which machine.
 
 use engine::machine::Spare;
-use engine::plan::{Cache, CacheWish, Plan};
+use engine::plan::{Cache, CacheWish, Needs, Plan, Rates};
 use model::{KvType, Limits, Model};
 use testkit::{TinyModel, TinyOptions};
 
-const LIMITS: Limits = Limits { pass_rows: 128, positions: 256, kv: KvType::F16 };
 const SCRATCH: u64 = 1_000;
 const FLOOR: u64 = 50_000;
 
+/// What is needed for 256 positions.
+fn needs(scratch: &dyn Fn(&Limits) -> u64) -> Needs<'_> {
+    Needs {
+        positions: 256,
+        context: 256,
+        kv: KvType::F16,
+        prompt: None,
+        chunk: None,
+        scratch,
+        lasting: false,
+        floor: FLOOR,
+        cache: CacheWish::Auto,
+    }
+}
+
 fn plan(model: &Model, wish: CacheWish, memory: Option<u64>) -> Result<Plan, String> {
+    let scratch = |_: &Limits| SCRATCH;
+    let needs = Needs { cache: wish, chunk: Some(128), ..needs(&scratch) };
     let spare = memory.map(|bytes| Spare { bytes, limit: "a test" });
-    Plan::new(model, &LIMITS, (SCRATCH, FLOOR), wish, spare.as_ref()).map_err(|error| error.to_string())
+    Plan::new(model, &needs, spare.as_ref(), &Rates::default()).map_err(|error| error.to_string())
 }
 
 #[test]
@@ -22,6 +38,11 @@ fn a_cache_is_what_memory_leaves_and_never_below_the_floor() {
     let roomy = of(CacheWish::Auto, Some(1 << 40));
     assert_eq!(roomy.cache, Cache::Mapped, "everything fits");
     assert_eq!(of(CacheWish::Auto, None).cache, Cache::Mapped, "nobody knows");
+    let scratch = |_: &Limits| SCRATCH;
+    let lasting = Needs { chunk: Some(128), lasting: true, ..needs(&scratch) };
+    let spare = Spare { bytes: 1 << 40, limit: "a test" };
+    let kept = Plan::new(model, &lasting, Some(&spare), &Rates::default()).unwrap();
+    assert_eq!(kept.cache, Cache::Slots(model.expert_bytes()), "worth filling");
     let without = roomy.without_experts();
     assert_eq!(roomy.total(), without);
     assert!(roomy.dense == model.dense_bytes() && roomy.experts == model.expert_bytes());
@@ -50,4 +71,73 @@ fn too_little_memory_is_refused_with_the_number_needed() {
         let error = plan(&tiny.model, wish, Some(without + FLOOR - 1)).unwrap_err();
         assert!(error.contains(&(without + FLOOR).to_string()), "{error}");
     }
+}
+
+/// A plan for a prompt in a cache of half the experts, read at `read` bytes a second; 1,000 bytes a row.
+fn chunked(model: &Model, prompt: usize, memory: u64, read: f64) -> Result<Plan, String> {
+    let scratch = |limits: &Limits| 1_000 * limits.pass_rows as u64;
+    let wish = CacheWish::Bytes(model.expert_bytes() / 2);
+    let room =
+        Needs { positions: 40_000, context: 40_000, prompt: Some(prompt), cache: wish, ..needs(&scratch) };
+    let spare = Spare { bytes: memory, limit: "a test" };
+    let rates = Rates {
+        read: Some(read),
+        ingestion: Some(1e9),
+        decoding: Some(1e9),
+        tokens: Some(1e9),
+        ..Rates::default()
+    };
+    Plan::new(model, &room, Some(&spare), &rates).map_err(|error| error.to_string())
+}
+
+#[test]
+fn chunks_grow_until_reading_is_hidden() {
+    let tiny = TinyModel::new(TinyOptions::default());
+    let model = &tiny.model;
+    let fast = chunked(model, 16_384, 1 << 40, 1e12).unwrap();
+    assert!(
+        fast.chunk < 2048 && fast.chunk_reason.contains("hidden"),
+        "{} {}",
+        fast.chunk,
+        fast.chunk_reason
+    );
+    // As slow a disk as hides behind no less than 3,000 rows.
+    let seconds = fast.pass.compute(3_000);
+    let slow = chunked(model, 16_384, 1 << 40, fast.streamed as f64 / seconds).unwrap();
+    assert!((3_000..6_000).contains(&slow.chunk), "{}", slow.chunk);
+    assert!(slow.chunk_reason.contains("hidden"), "{}", slow.chunk_reason);
+    let hopeless = chunked(model, 16_384, 1 << 40, 1.0).unwrap();
+    assert_eq!(hopeless.chunk, 16_384);
+    assert!(hopeless.chunk_reason.contains("reading decides"), "{}", hopeless.chunk_reason);
+    let rates = [fast, slow, hopeless].map(|plan| plan.expected.ingestion.unwrap());
+    assert!(rates[0] >= rates[1] && rates[1] > rates[2], "{rates:?}");
+}
+
+#[test]
+fn chunks_shrink_to_the_memory_there_is() {
+    let tiny = TinyModel::new(TinyOptions::default());
+    let model = &tiny.model;
+    let roomy = chunked(model, 16_384, 1 << 40, 1.0).unwrap();
+    let least = roomy.without_experts() - roomy.scratch + FLOOR;
+    for rows in [1_000, 3_000] {
+        let plan = chunked(model, 16_384, least + rows * 1_000, 1.0).unwrap();
+        assert!(plan.chunk as u64 <= rows, "{} in {rows}", plan.chunk);
+        assert!(plan.without_experts() + FLOOR <= least + rows * 1_000);
+    }
+    assert!(chunked(model, 16_384, least, 1.0).unwrap_err().contains("not enough memory"));
+}
+
+#[test]
+fn where_everything_fits_beside_a_smaller_chunk_nothing_is_read() {
+    let tiny = TinyModel::new(TinyOptions::default());
+    let model = &tiny.model;
+    let scratch = |limits: &Limits| 1_000 * limits.pass_rows as u64;
+    let room = Needs { positions: 40_000, context: 40_000, prompt: Some(16_384), ..needs(&scratch) };
+    let rates = Rates { read: Some(1.0), decoding: Some(1e3), ..Rates::default() };
+    let plan = |bytes| Plan::new(model, &room, Some(&Spare { bytes, limit: "a test" }), &rates).unwrap();
+    let roomy = plan(1 << 40);
+    assert_eq!((roomy.cache, roomy.chunk), (Cache::Mapped, 16_384), "a pass is costly");
+    let needed = (roomy.without_experts() - roomy.scratch + roomy.experts + 5_000_000) * 8 / 7;
+    let tight = plan(needed);
+    assert!(tight.cache == Cache::Mapped && tight.chunk < 5_000, "{:?} {}", tight.cache, tight.chunk);
 }

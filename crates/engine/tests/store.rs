@@ -97,6 +97,29 @@ fn after_a_restart_only_what_is_new_is_read() {
     assert_eq!(ask(&mut restarted, &other, &[600], 1).read(), 700 - 576);
 }
 
+/// Two conversations of 4,000 and 3,000 tokens and a request for a title, before and after a restart.
+#[test]
+fn long_conversations_that_alternate_survive_a_restart() {
+    let folder = Folder::new("restart-long");
+    let mut histories = [words(1, 4000), words(2, 3000)];
+    let mut turn = |server: &mut Scheduler, expected: [usize; 2]| {
+        for (history, expected) in histories.iter_mut().zip(expected) {
+            let heard = ask(server, history, &[700, history.len() - 100], 10);
+            assert_eq!(heard.read(), expected);
+            history.extend(heard.ids());
+            history.extend(words(7, 25));
+            ask(server, &words(9, 200), &[150], 4);
+        }
+    };
+    turn(&mut server(&folder), [4000, 3000]);
+    assert_eq!(folder.files("kv").len(), 3 + 2, "full segments, once each");
+    let mut restarted = server(&folder);
+    turn(&mut restarted, [26, 26]);
+    drop(restarted);
+    assert_eq!(folder.files("kv").len(), 3 + 2, "the second turns share them");
+    turn(&mut server(&folder), [26, 26]);
+}
+
 #[test]
 fn damage_costs_one_clean_reading() {
     let folder = Folder::new("damage");

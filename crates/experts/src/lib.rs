@@ -20,6 +20,7 @@ mod layout;
 mod load;
 mod policy;
 pub mod reader;
+pub mod simulate;
 mod slots;
 mod state;
 mod stats;

@@ -43,6 +43,11 @@ pub trait Reader: Send + Sync {
     /// What offsets, lengths and addresses must be multiples of; 1 if anything will do.
     fn alignment(&self) -> usize;
 
+    /// The bytes of a file themselves, if they lie in memory that a device can read (by default they do not).
+    fn bytes(&self, _shard: usize, _offset: u64, _len: usize) -> Option<&[u8]> {
+        None
+    }
+
     /// Fills `buffers`, one after the other, with the bytes of file number `shard` from `offset` on. At least
     /// the first `needed` bytes must be there; behind them the file may end.
     ///
@@ -199,27 +204,39 @@ fn retry(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
     }
 }
 
-/// Rates of reading `path` in bytes a second, direct (where possible) and through the file cache: large reads at
-/// places spread over the file, one thread.
+/// Rates of reading `path` in bytes a second, direct (where possible) and through the file cache: `reads` large reads
+/// at places spread over the file, by so many threads.
 ///
 /// # Errors
 /// If the file cannot be read at all.
-pub fn measure(path: &Path, reads: usize) -> io::Result<(Option<f64>, f64)> {
+pub fn measure(path: &Path, reads: usize, threads: usize) -> io::Result<(Option<f64>, f64)> {
+    let direct = direct::open(path).and_then(|file| rate(&file, reads, threads)).ok();
+    Ok((direct, rate(&File::open(path)?, reads, threads)?))
+}
+
+/// Bytes a second of `reads` reads by some threads.
+fn rate(file: &File, reads: usize, threads: usize) -> io::Result<f64> {
     const READ: usize = 4 << 20;
-    let mut memory = vec![0; READ + DIRECT_BLOCK];
-    let skip = memory.as_ptr().align_offset(DIRECT_BLOCK);
-    let buffer = &mut memory[skip..skip + READ];
-    let mut rate = |file: &File| -> io::Result<f64> {
-        let len = file.metadata()?.len();
-        let step = (len / reads.max(1) as u64) / DIRECT_BLOCK as u64 * DIRECT_BLOCK as u64;
-        let (started, mut bytes) = (std::time::Instant::now(), 0);
-        for index in 0..reads as u64 {
-            bytes += retry(|| direct::read_at(file, index * step, &mut [IoSliceMut::new(buffer)]))?;
-        }
-        Ok(bytes as f64 / started.elapsed().as_secs_f64().max(1e-9))
+    let len = file.metadata()?.len();
+    let step = (len / reads.max(1) as u64) / DIRECT_BLOCK as u64 * DIRECT_BLOCK as u64;
+    let read = |first: usize, buffer: &mut [u8]| -> io::Result<usize> {
+        let places = (first..reads).step_by(threads.max(1));
+        places
+            .map(|index| retry(|| direct::read_at(file, index as u64 * step, &mut [IoSliceMut::new(buffer)])))
+            .sum()
     };
-    let direct = direct::open(path).and_then(|file| rate(&file)).ok();
-    Ok((direct, rate(&File::open(path)?)?))
+    let mut memory = vec![0; threads.max(1) * READ + DIRECT_BLOCK];
+    let skip = memory.as_ptr().align_offset(DIRECT_BLOCK);
+    let buffers = memory[skip..].chunks_exact_mut(READ).take(threads.max(1));
+    let started = std::time::Instant::now();
+    let bytes: io::Result<usize> = std::thread::scope(|scope| {
+        let read = &read;
+        let running: Vec<_> =
+            buffers.enumerate().map(|(first, buffer)| scope.spawn(move || read(first, buffer))).collect();
+        let gone = || Err(io::Error::other("a thread that read has panicked"));
+        running.into_iter().map(|thread| thread.join().unwrap_or_else(|_| gone())).sum()
+    });
+    Ok(bytes? as f64 / started.elapsed().as_secs_f64().max(1e-9))
 }
 
 #[cfg(test)]
@@ -257,6 +274,19 @@ mod tests {
             let found: Vec<u8> = a.iter().chain(&b).copied().take(37).collect();
             assert_eq!(found, (8..45).collect::<Vec<u8>>(), "{most} {alignment}");
         }
+    }
+
+    #[test]
+    fn rates_are_measured_whatever_the_file_and_the_threads() {
+        let path = std::env::temp_dir().join(format!("redlite-rates-{}", std::process::id()));
+        std::fs::write(&path, vec![1; 3 * DIRECT_BLOCK + 1]).unwrap();
+        for (reads, threads) in [(0, 0), (1, 1), (6, 4), (2, 8)] {
+            let (direct, cached) = measure(&path, reads, threads).unwrap();
+            assert!(direct.is_none_or(f64::is_finite) && cached.is_finite());
+            assert_eq!(cached > 0.0, reads > 0, "{reads} reads");
+        }
+        std::fs::remove_file(&path).unwrap();
+        assert!(measure(&path, 1, 1).is_err());
     }
 
     #[test]

@@ -2,8 +2,11 @@
 //!
 //! A slot is free, loading, or ready. A ready one can be pinned (a wave names it) or reserved (read ahead, not
 //! used yet); otherwise it stands in its class's list, coldest first, and may be evicted from the cold end.
-//! Every operation takes constant time.
+//! Operations take constant time, but for the heap of free slots: the first ones are taken first, so that what is read
+//! together lies together.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::ops::Range;
 
 /// Names a slot.
@@ -59,7 +62,7 @@ struct Entry {
 #[derive(Clone, Debug)]
 struct ClassBooks {
     slots: Range<SlotId>,
-    free: Vec<SlotId>,
+    free: BinaryHeap<Reverse<SlotId>>,
     coldest: SlotId,
     hottest: SlotId,
     listed: usize,
@@ -98,8 +101,7 @@ impl Slots {
                 before: NONE,
                 after: NONE,
             }));
-            // Popped from the end: the first slot is taken first.
-            let free = slots.clone().rev().collect();
+            let free = slots.clone().map(Reverse).collect();
             classes.push(ClassBooks { slots, free, coldest: NONE, hottest: NONE, listed: 0 });
         }
         let keys = layer_class.len() * experts;
@@ -186,7 +188,7 @@ impl Slots {
             }
             self.discard(victim);
         }
-        let slot = self.classes[class].free.pop().expect("there is one now");
+        let Reverse(slot) = self.classes[class].free.pop().expect("there is one now");
         self.table[key as usize] = slot;
         let entry = &mut self.entries[slot as usize];
         (entry.key, entry.state, entry.origin, entry.reserved) = (key, State::Loading, origin, reserved);
@@ -255,7 +257,7 @@ impl Slots {
         self.wasted += u64::from(entry.origin == Origin::Predicted);
         self.table[entry.key as usize] = NONE;
         (entry.key, entry.state, entry.reserved) = (NONE, State::Free, false);
-        self.classes[entry.class as usize].free.push(slot);
+        self.classes[entry.class as usize].free.push(Reverse(slot));
     }
 
     fn link(&mut self, slot: SlotId, place: Place) {

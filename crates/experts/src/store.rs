@@ -21,7 +21,7 @@ use crate::state::{Pinned, Queued, State};
 use crate::stats::{Span, Stats, Wait};
 
 /// What the user may choose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
     /// Bytes of slots; as much as all experts need if not given.
     pub budget: Option<u64>,
@@ -31,6 +31,9 @@ pub struct Options {
     pub readers: usize,
     /// Experts beyond each row's choice that the look-ahead fetches; `None` turns it off.
     pub look_ahead: Option<usize>,
+    /// Added to the router's logits of experts that have a slot when passes of a few rows choose, so that less is
+    /// read: results then depend on what the cache holds. 0 changes nothing.
+    pub route_bias: f32,
     /// Compares every expert with the mapped file when a wave names it and when the wave has been computed. For
     /// tests: it reads everything twice.
     pub verify: bool,
@@ -40,7 +43,15 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { budget: None, io: Io::Cached, readers: 4, look_ahead: Some(4), verify: false, trace: false }
+        Options {
+            budget: None,
+            io: Io::Cached,
+            readers: 4,
+            look_ahead: Some(4),
+            route_bias: 0.0,
+            verify: false,
+            trace: false,
+        }
     }
 }
 
@@ -202,8 +213,8 @@ impl Store {
         Ok(())
     }
 
-    /// The wave of a whole layer, if every expert has a slot and is in it.
-    fn complete_layer(&mut self, layer: usize) -> Option<Wave> {
+    /// A layer, if every expert has a slot and is in it.
+    fn complete_layer(&mut self, layer: usize) -> Option<Arc<[PlacedExpert]>> {
         let known = self.complete[layer].clone();
         let experts = known.or_else(|| {
             let state = self.shared.lock();
@@ -217,7 +228,7 @@ impl Store {
             Some(placed.collect())
         })?;
         self.complete[layer] = Some(experts.clone());
-        Some(Wave { experts, last: true })
+        Some(experts)
     }
 
     /// Waits until enough of `window` is ready; pins it and returns how many.
@@ -298,10 +309,8 @@ impl ExpertSource for Store {
     }
 
     fn wave(&mut self, call: &LayerCall, from: u32) -> Result<Wave, ModelError> {
-        if from == 0
-            && let Some(wave) = self.complete_layer(call.layer)
-        {
-            return Ok(wave);
+        if let Some(experts) = self.complete_layer(call.layer) {
+            return Ok(Wave::of_layer(&experts, call.rows, from));
         }
         let (most, all) = {
             let state = self.shared.lock();
@@ -347,6 +356,17 @@ impl ExpertSource for Store {
     fn predicted(&mut self, layer: usize, experts: &[u32]) {
         self.shared.lock().predict(layer, experts);
         self.shared.work.notify_all();
+    }
+
+    fn route_bias(&mut self, layer: usize, rows: usize) -> Option<Vec<f32>> {
+        let bias = Some(self.options.route_bias).filter(|&bias| bias != 0.0)?;
+        let state = self.shared.lock();
+        if state.policy.full || state.policy.scans(rows) {
+            return None;
+        }
+        let has_slot = |expert| state.slots.find(state.slots.key(layer, expert)).is_some();
+        let experts = 0..state.policy.experts as u32;
+        Some(experts.map(|expert| if has_slot(expert) { bias } else { 0.0 }).collect())
     }
 
     fn wants_choices(&self, call: &LayerCall) -> bool {

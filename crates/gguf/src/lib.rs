@@ -37,6 +37,7 @@ pub use error::{Error, ErrorKind};
 pub use file::{Gguf, Shard};
 pub use header::{ALIGNMENT, Header, MAX_ALIGNMENT, MAX_DEPTH, MAX_HEADER};
 pub use metadata::Metadata;
+pub use split::shard_of;
 pub use tensor::{TensorInfo, TensorType};
 pub use value::{Array, Strings, Value};
 pub use writer::{TensorDecl, Writer};

@@ -27,8 +27,8 @@ pub(crate) fn forget(metadata: &mut Metadata) {
     }
 }
 
-/// `NAME`, number and count of `NAME-00001-of-00003.gguf`.
-fn parse_name(name: &str) -> Option<(&str, u64, u64)> {
+/// `NAME`, number (from one) and count of a file name like `NAME-00001-of-00003.gguf`.
+pub fn shard_of(name: &str) -> Option<(&str, u64, u64)> {
     let number = |digits: &str| match digits.len() {
         5 if digits.bytes().all(|b| b.is_ascii_digit()) => digits.parse().ok(),
         _ => None,
@@ -50,7 +50,7 @@ pub(crate) fn candidates(folder: &Path) -> Result<Vec<String>, Error> {
         }
     }
     names.sort_unstable();
-    let model = |name: &str| parse_name(name).map(|(prefix, _, count)| (prefix.to_owned(), count));
+    let model = |name: &str| shard_of(name).map(|(prefix, _, count)| (prefix.to_owned(), count));
     let Some(first) = names.first() else { return Err(Error::new(folder, ErrorKind::NoModel)) };
     let first = model(first);
     if names.len() > 1 && (first.is_none() || names.iter().any(|name| model(name) != first)) {
@@ -63,7 +63,7 @@ pub(crate) fn candidates(folder: &Path) -> Result<Vec<String>, Error> {
 pub(crate) fn gather(opened: Part, count: u64) -> Result<Vec<Part>, Error> {
     let path = opened.shard.path().to_owned();
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let Some((prefix, _, named)) = parse_name(name) else {
+    let Some((prefix, _, named)) = shard_of(name) else {
         return Err(Error::new(&path, ErrorKind::ShardName { count }));
     };
     if named != count {
@@ -139,12 +139,12 @@ mod tests {
 
     #[test]
     fn names_of_shards() {
-        assert_eq!(parse_name("a-b-00002-of-00013.gguf"), Some(("a-b", 2, 13)));
-        assert_eq!(parse_name("of--00002-of-00003.gguf"), Some(("of-", 2, 3)));
+        assert_eq!(shard_of("a-b-00002-of-00013.gguf"), Some(("a-b", 2, 13)));
+        assert_eq!(shard_of("of--00002-of-00003.gguf"), Some(("of-", 2, 3)));
         for other in
             ["a.gguf", "a-0002-of-00003.gguf", "a-00002-of-3.gguf", "a-+0002-of-00003.gguf", "a-of-b"]
         {
-            assert_eq!(parse_name(other), None, "{other}");
+            assert_eq!(shard_of(other), None, "{other}");
         }
     }
 }

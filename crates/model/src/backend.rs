@@ -201,6 +201,17 @@ pub trait Backend: Send {
         Ok(None)
     }
 
+    /// Adds a number for each expert to the router's logits of the next call of [`Backend::route`], for the choice
+    /// alone: weights stay those of the logits as they are, over the experts chosen. Changes results.
+    ///
+    /// # Errors
+    /// If the backend cannot (the default).
+    fn bias_routes(&mut self, layer: usize, _bias: &[f32]) -> Result<()> {
+        let message =
+            "it cannot prefer experts that are in the cache; start it without --route-bias".to_string();
+        Err(Error::Backend { backend: self.capabilities().name, stage: "route", layer, message })
+    }
+
     /// Final norm and output projection, for the rows that want logits or hidden states.
     fn head(&mut self, pass: PassId) -> Result<()>;
 

@@ -115,6 +115,11 @@ impl Driver {
             let complete = match step.stage {
                 Stage::Experts => self.wave(&step, backend, experts)?,
                 stage => {
+                    if stage == Stage::Route
+                        && let Some(bias) = experts.route_bias(step.layer, self.rows.0)
+                    {
+                        backend.bias_routes(step.layer, &bias)?;
+                    }
                     backend.run_stage(self.pass, stage, step.layer, step.rows.clone())?;
                     if stage == Stage::Route && experts.wants_choices(&self.call(step.layer, None)) {
                         let ids = backend.read(self.pass, Intermediate::RouteIds)?;

@@ -52,6 +52,12 @@ pub trait ExpertSource {
     /// The experts `layer` will probably choose, ascending.
     fn predicted(&mut self, _layer: usize, _experts: &[u32]) {}
 
+    /// Numbers to be added to the router's logits of `layer` when a pass of `rows` rows chooses its experts, one for
+    /// each: a source may prefer what it has, which changes results. Empty or `None` leaves them as they are.
+    fn route_bias(&mut self, _layer: usize, _rows: usize) -> Option<Vec<f32>> {
+        None
+    }
+
     /// Whether the source wants to hear what each row chooses in a layer.
     fn wants_choices(&self, _call: &LayerCall) -> bool {
         false
@@ -59,6 +65,23 @@ pub trait ExpertSource {
 
     /// What each row of a block chose in `layer`, by falling weight: [rows, used].
     fn choices(&mut self, _layer: usize, _ids: &Matrix) {}
+}
+
+/// Rows for which a layer's experts are computed in one go: more take so long that others should get their turn.
+const TOGETHER: usize = 2048;
+
+impl Wave {
+    /// The next wave of a layer all of whose experts are in place, from `from` on, for `rows` rows: all of them, or fewer
+    /// if that would take long.
+    pub fn of_layer(experts: &Arc<[PlacedExpert]>, rows: usize, from: u32) -> Wave {
+        if rows <= TOGETHER && from == 0 {
+            return Wave { experts: experts.clone(), last: true };
+        }
+        let first = (from as usize).min(experts.len());
+        let count = (experts.len() * TOGETHER).div_ceil(rows.max(1)).max(1);
+        let end = (first + count).min(experts.len());
+        Wave { experts: experts[first..end].into(), last: end == experts.len() }
+    }
 }
 
 /// The mapped file as a source: every expert is in place, the operating system fetches it.
@@ -80,7 +103,35 @@ impl ExpertSource for MappedExperts {
         false
     }
 
-    fn wave(&mut self, call: &LayerCall, _from: u32) -> Result<Wave> {
-        Ok(Wave { experts: self.layers[call.layer].clone(), last: true })
+    fn wave(&mut self, call: &LayerCall, from: u32) -> Result<Wave> {
+        Ok(Wave::of_layer(&self.layers[call.layer], call.rows, from))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Slot;
+
+    #[test]
+    fn large_passes_compute_a_layer_in_several_waves() {
+        let slot = Slot { arena: 0, gate: 0, up: 0, down: 0 };
+        let all: Arc<[PlacedExpert]> = (0..10).map(|expert| PlacedExpert { expert, slot }).collect();
+        for (rows, count) in
+            [(1, 1), (TOGETHER, 1), (TOGETHER + 1, 2), (3 * TOGETHER, 3), (100 * TOGETHER, 10)]
+        {
+            let (mut from, mut seen, mut waves) = (0, Vec::new(), 0);
+            loop {
+                let wave = Wave::of_layer(&all, rows, from);
+                seen.extend(wave.experts.iter().map(|placed| placed.expert));
+                from = seen.last().unwrap() + 1;
+                waves += 1;
+                if wave.last {
+                    break;
+                }
+            }
+            assert_eq!(seen, (0..10).collect::<Vec<_>>());
+            assert_eq!(waves, count, "{rows} rows");
+        }
     }
 }

@@ -8,6 +8,7 @@ use gguf::{Gguf, TensorInfo, TensorType};
 
 use crate::backend::{PlacedExpert, Slot};
 use crate::error::{Error, Result};
+use crate::pages::prefer_huge_pages;
 use crate::spec::Spec;
 use crate::weights::{ExpertLayout, ExpertTensor, MatrixInfo, ResidentMatrix, VectorInfo, Weights};
 
@@ -148,6 +149,7 @@ impl Model {
 
     fn copy_matrix(&self, info: &MatrixInfo) -> ResidentMatrix {
         let mut bytes = Vec::with_capacity(info.bytes());
+        prefer_huge_pages(bytes.spare_capacity_mut());
         for part in &info.parts {
             let from = self.gguf.bytes(&self.gguf.tensors()[part.tensor]);
             bytes.extend_from_slice(&from[part.first * info.row_bytes()..][..part.rows * info.row_bytes()]);

@@ -10,6 +10,7 @@ use memmap2::MmapMut;
 
 use crate::backend::Slot;
 use crate::model::Model;
+use crate::pages::prefer_huge_pages;
 
 /// What fills slots: buffers, one for each range asked for.
 pub type Fill<'a> = dyn FnMut(&mut [IoSliceMut<'_>]) -> io::Result<()> + 'a;
@@ -25,8 +26,6 @@ pub struct CopyStats {
     pub found: u64,
     /// Experts that such a device fetched by itself.
     pub fetched: u64,
-    /// Experts that it fetched before they were chosen; whether found or not, they count there too.
-    pub fetched_ahead: u64,
 }
 
 /// Some copies to a memory behind a link, made together, for a trace.
@@ -63,6 +62,26 @@ pub trait SlotMemory: Send + Sync + fmt::Debug {
     /// between [`ExpertSource::wave`](crate::ExpertSource::wave) and
     /// [`ExpertSource::release`](crate::ExpertSource::release).
     unsafe fn write(&self, ranges: &[Range<usize>], fill: &mut Fill<'_>) -> io::Result<()>;
+
+    /// As [`SlotMemory::write`], from bytes that lie in memory already. A device that can reach them may read them after
+    /// this returns, for which it keeps them itself.
+    ///
+    /// # Errors
+    /// As [`SlotMemory::write`].
+    ///
+    /// # Safety
+    /// As [`SlotMemory::write`].
+    ///
+    /// # Panics
+    /// If there are not as many bytes as ranges take.
+    unsafe fn write_from(&self, ranges: &[Range<usize>], from: &[&[u8]]) -> io::Result<()> {
+        let mut copy = |parts: &mut [IoSliceMut<'_>]| {
+            parts.iter_mut().zip(from).for_each(|(part, from)| part.copy_from_slice(from));
+            Ok(())
+        };
+        // SAFETY: the same promise.
+        unsafe { self.write(ranges, &mut copy) }
+    }
 
     /// Has `see` read a range, for checks. False if this memory cannot be read by the host.
     fn inspect(&self, range: Range<usize>, see: &mut dyn FnMut(&[u8])) -> bool;
@@ -101,6 +120,7 @@ impl HostArena {
     /// What the system says.
     pub fn new(len: usize) -> io::Result<HostArena> {
         let mut map = MmapMut::map_anon(len.max(1))?;
+        // Slots are read in strides of whole rows.
         prefer_huge_pages(&map);
         Ok(HostArena { start: map.as_mut_ptr(), len, _map: map })
     }
@@ -114,16 +134,6 @@ impl HostArena {
         inside.then(|| unsafe { std::slice::from_raw_parts(self.start.add(offset), len) })
     }
 }
-
-/// Slots are read in strides of whole rows: fewer, larger pages mean fewer misses of the address cache.
-#[cfg(target_os = "linux")]
-fn prefer_huge_pages(map: &MmapMut) {
-    // A wish: without huge pages everything works, only slower.
-    let _ = map.advise(memmap2::Advice::HugePage);
-}
-
-#[cfg(not(target_os = "linux"))]
-fn prefer_huge_pages(_: &MmapMut) {}
 
 impl fmt::Debug for HostArena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -209,6 +209,11 @@ impl SequenceTable {
         (self.pages.in_use(), self.slots.in_use())
     }
 
+    /// Ids of pages and slots that have been in use and are not any more, those handed out next at the end.
+    pub fn unused(&self) -> (&[u32], &[u32]) {
+        (self.pages.unused(), self.slots.unused())
+    }
+
     fn check(&self, pass: &Pass) -> Result<()> {
         for run in &pass.runs {
             let position = self.position(run.sequence)?;

@@ -4,9 +4,10 @@
 mod common;
 
 use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
 
 use half::f16;
-use model::state::host::{HostState, Side};
+use model::state::host::{HostState, Page, Side};
 use model::state::{OpenPass, PAGE, PageId, SlotId};
 use model::{Error, KvType, Pass, SequenceId, Snapshot, SnapshotRequest, Spec};
 use testkit::{Random, TinyModel, TinyOptions};
@@ -55,7 +56,18 @@ fn expected(host: &HostState, tokens: &[u32]) -> Snapshot {
             }
         }
     }
-    Snapshot { shape, position: tokens.len(), recurrent, kv }
+    let rows = tokens.len() * shape.head_dim * shape.kv.bytes();
+    let mut pages = Vec::new();
+    for first in (0..tokens.len()).step_by(PAGE) {
+        let mut page = Page::new(&shape);
+        let count = PAGE.min(tokens.len() - first) * shape.head_dim * shape.kv.bytes();
+        for head in 0..shape.attention_layers * 2 * shape.kv_heads {
+            let start = head * rows + first * shape.head_dim * shape.kv.bytes();
+            page.write_bytes(head * PAGE * shape.head_dim, &kv[start..start + count]);
+        }
+        pages.push(Arc::new(page));
+    }
+    Snapshot { shape, position: tokens.len(), recurrent: Arc::new(recurrent), pages }
 }
 
 /// A pass that has been opened and computed, but neither committed nor aborted.
@@ -337,13 +349,13 @@ fn damaged_states_are_refused_and_leave_nothing() {
     let (&id, tokens) = world.live.iter().find(|(_, tokens)| tokens.len() >= 300).unwrap();
     let (good, tokens) = (world.host.snapshot(id).unwrap(), tokens.clone());
     let damage: [fn(&mut Snapshot); 10] = [
-        |s| s.position += 1,
+        |s| s.position += PAGE,
         |s| s.position = 0,
         |s| s.position = usize::MAX,
-        |s| s.kv.truncate(s.kv.len() - 1),
-        |s| s.kv.push(0),
-        |s| s.recurrent.truncate(s.recurrent.len() - 1),
-        |s| s.recurrent.clear(),
+        |s| s.pages.truncate(s.pages.len() - 1),
+        |s| s.pages.push(s.pages[0].clone()),
+        |s| Arc::make_mut(&mut s.recurrent).truncate(10),
+        |s| Arc::make_mut(&mut s.recurrent).clear(),
         |s| s.shape.kv = KvType::F32,
         |s| s.shape.kv_heads *= 2,
         |s| (s.shape.window, s.shape.state) = (s.shape.state, s.shape.window),
@@ -369,7 +381,7 @@ fn damaged_states_are_refused_and_leave_nothing() {
     // An empty sequence is a state as well.
     let empty = other.table_mut().create();
     let copy = other.snapshot(empty).unwrap();
-    assert_eq!((copy.position, copy.recurrent.len(), copy.kv.len()), (0, 0, 0));
+    assert_eq!((copy.position, copy.recurrent.len(), copy.pages.len()), (0, 0, 0));
     let again = other.restore(&copy).unwrap();
     assert_eq!(other.table().position(again).unwrap(), 0);
 }

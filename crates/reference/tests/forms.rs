@@ -17,7 +17,7 @@ fn run(model: &Arc<Model>, options: Options, length: usize) -> (Recorder, Vec<f3
     pass.logits = (0..length).collect();
     let mut recorder = Recorder::default();
     run_pass(&mut backend, &model.spec, &pass, &mut MappedExperts::new(model), &mut recorder);
-    (recorder, backend.snapshot(sequence).unwrap().recurrent)
+    (recorder, backend.snapshot(sequence).unwrap().recurrent.to_vec())
 }
 
 #[test]

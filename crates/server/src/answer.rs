@@ -53,7 +53,23 @@ struct Choice {
 struct Added {
     reasoning: String,
     content: String,
+    /// Parts of calls as a stream has them: the first of a call with its id and name.
     calls: Vec<Json>,
+}
+
+impl Added {
+    fn arguments(&mut self, index: usize, text: &str) {
+        match self.calls.last_mut().filter(|part| part["index"] == index) {
+            Some(part) => append(&mut part["function"]["arguments"], text),
+            None => self.calls.push(json!({ "index": index, "function": { "arguments": text } })),
+        }
+    }
+}
+
+fn append(json: &mut Json, text: &str) {
+    if let Json::String(whole) = json {
+        whole.push_str(text);
+    }
 }
 
 impl Choice {
@@ -92,15 +108,24 @@ impl Choice {
             match piece {
                 Piece::Reasoning(text) => added.reasoning += &text,
                 Piece::Content(text) => added.content += &text,
-                Piece::Call(found) => {
-                    let number = self.calls.len() + added.calls.len();
-                    added.calls.push(call(exchange, index, number, &found).into());
+                Piece::Call(name) => {
+                    let number = self.calls.len();
+                    let call = call(exchange, (index, number), &name);
+                    let mut part = call.clone();
+                    part.insert("index".to_owned(), json!(number));
+                    added.calls.push(part.into());
+                    self.calls.push(call.into());
+                }
+                Piece::Arguments(text) => {
+                    if let Some(call) = self.calls.last_mut() {
+                        append(&mut call["function"]["arguments"], &text);
+                        added.arguments(self.calls.len() - 1, &text);
+                    }
                 }
             }
         }
         self.reasoning += &added.reasoning;
         self.content += &added.content;
-        self.calls.extend(added.calls.iter().cloned());
         added
     }
 
@@ -312,10 +337,8 @@ impl Answers {
             let logprobs = self.take_logprobs(index);
             self.chunk(index, json!({ "content": added.content }), logprobs, None);
         }
-        let first = self.choices[index].calls.len() - added.calls.len();
-        for (number, mut call) in (first..).zip(added.calls) {
-            call["index"] = json!(number);
-            self.chunk(index, json!({ "tool_calls": [call] }), Json::Null, None);
+        for part in added.calls {
+            self.chunk(index, json!({ "tool_calls": [part] }), Json::Null, None);
         }
     }
 

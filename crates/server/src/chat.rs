@@ -12,6 +12,7 @@ use crate::exchange::{Exchange, Kind};
 use crate::fields::Fields;
 use crate::prompt::{Prompt, prompt};
 use crate::service::Service;
+use crate::structure::{Opening, Tools, constraint};
 
 /// Most alternatives to a token.
 const TOP: i64 = 20;
@@ -37,9 +38,9 @@ pub(crate) struct Prepared {
 fn prepare(service: &Service, body: &Json) -> Result<Prepared, ApiError> {
     let served = &service.served;
     let fields = Fields::of(body)?;
-    check_format(&fields)?;
-    let tools = tools(&fields)?;
-    let Prompt { tokens, thinking } = prompt(served, &fields, tools)?;
+    let tools = Tools::of(&fields)?;
+    let declared = tools.declared.as_ref();
+    let Prompt { tokens, opening } = prompt(served, &fields, declared)?;
     let room = room(tokens.len(), served.context)?;
     let mut options = fields.generation(room)?;
     if fields.bool("logprobs")? {
@@ -52,9 +53,10 @@ fn prepare(service: &Service, body: &Json) -> Result<Prepared, ApiError> {
         }
         options.logprobs = Some(top as usize);
     }
+    options.constraint = constraint(service, &fields, &tools, opening)?;
     let answers = fields.answers()?;
-    let format = tools.and(served.calls());
-    let parser = AnswerParser::new(format, tools, thinking);
+    let format = declared.and(served.calls());
+    let parser = AnswerParser::new(format, declared, opening == Opening::Thinking);
     let stream = fields.bool("stream")?;
     let wish = Wish {
         exchange: Exchange::new(Kind::Chat, &served.name),
@@ -96,36 +98,5 @@ pub(crate) fn wants_usage(fields: &Fields) -> Result<bool, ApiError> {
         None => Ok(false),
         Some(Json::Object(options)) => Fields(options).bool("include_usage"),
         Some(_) => Err(ApiError::field("stream_options", "stream_options is not an object")),
-    }
-}
-
-/// The tools the model may call.
-fn tools<'r>(fields: &Fields<'r>) -> Result<Option<&'r Json>, ApiError> {
-    let tools = match fields.get("tools") {
-        None => None,
-        Some(Json::Array(list)) if list.is_empty() => None,
-        Some(tools @ Json::Array(_)) => Some(tools),
-        Some(_) => return Err(ApiError::field("tools", "tools is not a list")),
-    };
-    match fields.get("tool_choice") {
-        None => Ok(tools),
-        Some(Json::String(choice)) if choice == "auto" => Ok(tools),
-        Some(Json::String(choice)) if choice == "none" => Ok(None),
-        Some(_) => Err(ApiError::field(
-            "tool_choice",
-            "tool_choice is `auto` or `none`; this server cannot force the model to call a tool",
-        )),
-    }
-}
-
-/// Formats that cannot be enforced are refused.
-fn check_format(fields: &Fields) -> Result<(), ApiError> {
-    match fields.get("response_format") {
-        None => Ok(()),
-        Some(format) if format.get("type").and_then(Json::as_str) == Some("text") => Ok(()),
-        Some(_) => Err(ApiError::field(
-            "response_format",
-            "response_format is `text`; this server cannot enforce JSON, so ask for it in the prompt",
-        )),
     }
 }

@@ -12,6 +12,7 @@ use crate::error::ApiError;
 use crate::exchange::{Exchange, Kind};
 use crate::fields::Fields;
 use crate::service::Service;
+use crate::structure::{Opening, Tools, constraint};
 
 /// Most prompts of a request.
 const PROMPTS: usize = 16;
@@ -36,10 +37,12 @@ fn prepare(service: &Service, body: &Json) -> Result<Prepared, ApiError> {
     if logprobs.is_some_and(|top| !(0..=TOP).contains(&top)) {
         return Err(ApiError::field("logprobs", format!("logprobs is a number from 0 to {TOP}")));
     }
+    let constraint = constraint(service, &fields, &Tools::NONE, Opening::Plain)?;
     let (mut prompts, mut echoes, mut total) = (Vec::new(), Vec::new(), 0);
     for prompt in tokens(&served.tokenizer, &fields)? {
         let mut options = fields.generation(room(prompt.len(), served.context)?)?;
         options.logprobs = logprobs.map(|top| top as usize);
+        options.constraint = constraint.clone();
         // The default of this endpoint everywhere.
         if fields.get("max_tokens").is_none() && fields.get("max_completion_tokens").is_none() {
             options.max_tokens = options.max_tokens.min(16);
@@ -61,7 +64,7 @@ fn prepare(service: &Service, body: &Json) -> Result<Prepared, ApiError> {
 }
 
 /// The prompts of a request: a text, a list of texts, a list of ids, or a list of such lists.
-fn tokens(tokenizer: &Tokenizer, fields: &Fields) -> Result<Vec<Vec<u32>>, ApiError> {
+pub(crate) fn tokens(tokenizer: &Tokenizer, fields: &Fields) -> Result<Vec<Vec<u32>>, ApiError> {
     let bad = || {
         ApiError::field(
             "prompt",

@@ -107,6 +107,7 @@ impl From<engine::Error> for ApiError {
             engine::Error::Setting { name, .. } => {
                 ApiError::field(&name.replace('-', "_"), error.to_string())
             }
+            engine::Error::Constraint { .. } => ApiError::request(error.to_string()),
             engine::Error::EmptyPrompt => ApiError::field("prompt", error.to_string()),
             error => ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", error.to_string()),
         }

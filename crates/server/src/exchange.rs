@@ -95,18 +95,12 @@ pub(crate) fn finish_reason(finish: Finish, calls: usize) -> &'static str {
     }
 }
 
-/// A tool call with the id clients refer to it by.
-pub(crate) fn call(
-    exchange: &Exchange,
-    choice: usize,
-    index: usize,
-    call: &text::ToolCall,
-) -> Map<String, Json> {
-    let function = json!({ "name": call.name, "arguments": call.arguments });
+/// A tool call that begins, with the id clients refer to it by: the call of this number in the choice of that.
+pub(crate) fn call(exchange: &Exchange, (choice, index): (usize, usize), name: &str) -> Map<String, Json> {
     let tail = exchange.id.rsplit('-').next().unwrap_or_default();
     Map::from_iter([
         ("id".to_owned(), json!(format!("call_{tail}_{choice}_{index}"))),
         ("type".to_owned(), json!("function")),
-        ("function".to_owned(), function),
+        ("function".to_owned(), json!({ "name": name, "arguments": "" })),
     ])
 }

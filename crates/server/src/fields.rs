@@ -93,6 +93,7 @@ impl<'r> Fields<'r> {
             stop,
             ignore_eos: self.bool("ignore_eos")?,
             logprobs: None,
+            constraint: None,
         };
         options.sampling.check()?;
         Ok(options)

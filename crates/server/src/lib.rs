@@ -13,12 +13,14 @@ mod completions;
 mod error;
 mod exchange;
 mod fields;
+mod grammar;
 mod info;
 mod listen;
 mod prompt;
 mod routes;
 mod security;
 mod service;
+mod structure;
 #[cfg(test)]
 mod tests;
 

@@ -6,6 +6,7 @@ use text::TemplateError;
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::service::Served;
+use crate::structure::Opening;
 
 /// Most messages of a conversation.
 const MESSAGES: usize = 20_000;
@@ -15,13 +16,13 @@ const MESSAGES: usize = 20_000;
 pub(crate) struct Prompt {
     /// Its tokens.
     pub(crate) tokens: Vec<u32>,
-    /// Whether it ends inside the model's thinking.
-    pub(crate) thinking: bool,
+    /// How its answer may begin.
+    pub(crate) opening: Opening,
 }
 
 /// Renders the conversation of a request as its model's template does. `tools` are those the model may know of.
 pub(crate) fn prompt(served: &Served, fields: &Fields, tools: Option<&Json>) -> Result<Prompt, ApiError> {
-    let Some((_, template)) = &served.template else {
+    let Some((source, template)) = &served.template else {
         return Err(ApiError::request("the model has no chat template; use /v1/completions"));
     };
     let messages = messages(fields)?;
@@ -36,8 +37,16 @@ pub(crate) fn prompt(served: &Served, fields: &Fields, tools: Option<&Json>) -> 
         rendered => rendered,
     };
     let rendered = rendered.map_err(|error| ApiError::field("messages", error.to_string()))?;
-    let thinking = rendered.text().trim_end().ends_with("<think>");
-    Ok(Prompt { tokens: served.tokenizer.encode_rendered(&rendered), thinking })
+    let text = rendered.text();
+    let tail = text.trim_end();
+    let opening = if tail.ends_with("<think>") {
+        Opening::Thinking
+    } else if source.contains("enable_thinking") && !tail.ends_with("</think>") {
+        Opening::MayThink
+    } else {
+        Opening::Plain
+    };
+    Ok(Prompt { tokens: served.tokenizer.encode_rendered(&rendered), opening })
 }
 
 /// What else the template reads.
@@ -145,7 +154,7 @@ fn content(content: &Json, fail: &dyn Fn(&str) -> ApiError) -> Result<String, Ap
     }
 }
 
-/// Arguments of a call as an object: clients send them as a text of JSON.
+/// Arguments of a call as an object, which is what templates take: clients send them as a text of JSON.
 fn arguments(call: &mut Json) -> Result<(), String> {
     let function = if call.get("function").is_some() { &mut call["function"] } else { call };
     let Json::Object(function) = function else { return Err(" is not an object".to_owned()) };
@@ -155,14 +164,14 @@ fn arguments(call: &mut Json) -> Result<(), String> {
     let arguments = match function.get("arguments") {
         None | Some(Json::Null) => json!({}),
         Some(Json::String(text)) if text.trim().is_empty() => json!({}),
+        Some(arguments @ Json::Object(_)) => arguments.clone(),
+        // A call that was cut off or is no JSON is told to the model as what it is: an agent cannot take it back.
         Some(Json::String(text)) => {
-            serde_json::from_str(text).map_err(|error| format!(".function.arguments is not JSON: {error}"))?
+            let parsed = serde_json::from_str(text).ok().filter(Json::is_object);
+            parsed.unwrap_or_else(|| json!({ "arguments": text }))
         }
-        Some(other) => other.clone(),
+        Some(other) => json!({ "arguments": other }),
     };
-    if !arguments.is_object() {
-        return Err(".function.arguments is not a JSON object".to_owned());
-    }
     function.insert("arguments".to_owned(), arguments);
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! A model being served: one thread owns the engine.
 
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
 use engine::{Cancel, Event, GenerationOptions, Job, Scheduler, SchedulerStats};
@@ -9,6 +9,7 @@ use text::{CallFormat, ChatTemplate, Tokenizer};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::error::ApiError;
+use crate::grammar::Grammars;
 
 /// What is served.
 #[derive(Debug)]
@@ -57,6 +58,8 @@ pub struct Service {
     /// How.
     pub config: Config,
     commands: Sender<Command>,
+    /// Made when the first request needs it.
+    grammars: OnceLock<Result<Grammars, String>>,
 }
 
 /// Requests in progress; dropping it gives up those that have not ended.
@@ -85,7 +88,7 @@ impl Service {
     /// A service whose engine is somebody else's.
     #[cfg(test)]
     pub(crate) fn with(served: Served, config: Config, commands: Sender<Command>) -> Service {
-        Service { served, config, commands }
+        Service { served, config, commands, grammars: OnceLock::new() }
     }
 
     /// Starts the engine's thread. It ends when the service is dropped and all requests have ended.
@@ -100,7 +103,16 @@ impl Service {
         let (commands, inbox) = channel();
         let thread =
             std::thread::Builder::new().name("engine".to_owned()).spawn(move || run(scheduler, &inbox))?;
-        Ok((Arc::new(Service { served, config, commands }), thread))
+        let service = Service { served, config, commands, grammars: OnceLock::new() };
+        Ok((Arc::new(service), thread))
+    }
+
+    /// What compiles grammars for the model. Blocks the first time.
+    ///
+    /// # Errors
+    /// What the model lacks.
+    pub(crate) fn grammars(&self) -> Result<&Grammars, String> {
+        self.grammars.get_or_init(|| Grammars::new(&self.served.tokenizer)).as_ref().map_err(Clone::clone)
     }
 
     /// Hands prompts to the engine: tokens and how to answer. They are given up together.

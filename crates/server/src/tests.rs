@@ -96,8 +96,66 @@ fn arguments_in_the_history_may_be_text() {
         assert_eq!(text, rendered(&file(template), &call(json!({"path": "a b", "n": 3}))).unwrap());
         assert!(text.contains("a b") && text.contains("<tool_response>\ndone"), "{text}");
     }
-    let error = rendered(&file("tools_xml.jinja"), &call(json!("{\"path\": \"a"))).unwrap_err();
-    assert!(message(&error).contains("messages[1].tool_calls[0]"), "{error:?}");
+    // One that was cut off is in the history all the same.
+    for template in ["tools_xml.jinja", "tools_json.jinja"] {
+        for odd in [json!("{\"path\": \"a"), json!("[1]"), json!(3)] {
+            let text = rendered(&file(template), &call(odd)).unwrap();
+            assert!(text.contains("arguments") && text.contains("<tool_response>\ndone"), "{text}");
+        }
+        let none = rendered(&file(template), &call(json!(""))).unwrap();
+        assert_eq!(none, rendered(&file(template), &call(json!({}))).unwrap());
+    }
+    let nameless =
+        json!({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]});
+    let error = rendered(&file("tools_xml.jinja"), &nameless).unwrap_err();
+    assert!(message(&error).contains("messages[0].tool_calls[0].function.name"), "{error:?}");
+}
+
+#[test]
+fn reasoning_is_replayed_as_the_template_wants_it() {
+    let request = |message: Json| json!({"messages": [{"role": "user", "content": "U"}, message]});
+    for name in ["reasoning_content", "reasoning"] {
+        let text = rendered(
+            &file("thinking.jinja"),
+            &request(json!({"role": "assistant", "content": "A", (name): "hm"})),
+        );
+        assert!(
+            text.unwrap().contains("<|im_start|>assistant\n<think>\nhm\n</think>\n\nA<|im_end|>"),
+            "{name}"
+        );
+    }
+    // Templates that do not know it leave it out; so do turns before the last question, where the template says so.
+    let text = rendered(
+        &file("chatml.jinja"),
+        &request(json!({"role": "assistant", "content": null, "reasoning": "hm"})),
+    );
+    assert!(!text.unwrap().contains("hm"));
+    let mut earlier = request(json!({"role": "assistant", "content": "A", "reasoning_content": "hm"}));
+    earlier["messages"].as_array_mut().unwrap().push(json!({"role": "user", "content": "V"}));
+    assert!(!rendered(&file("thinking.jinja"), &earlier).unwrap().contains("hm"));
+}
+
+#[test]
+fn the_middle_is_asked_for_with_the_model_s_tokens() {
+    let model = model::Model::open(&repository("models/pocket.gguf")).unwrap();
+    let mut vocabulary = model::vocabulary(model.gguf.metadata()).unwrap();
+    for name in ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"] {
+        vocabulary.tokens.push(name.to_owned());
+        vocabulary.kinds.push(text::TokenKind::Control);
+    }
+    let tokenizer = Tokenizer::new(vocabulary).unwrap();
+    let request = json!({"prompt": "def f(", "suffix": "<|fim_middle|>\n    return 1"});
+    let fields = Fields::of(&request).unwrap();
+    let prompts = crate::completions::tokens(&tokenizer, &fields).unwrap();
+    let text = crate::answer::spelled(&tokenizer, &prompts[0]);
+    assert_eq!(text, "<|fim_prefix|>def f(<|fim_suffix|><|fim_middle|>\n    return 1<|fim_middle|>");
+    let middle = tokenizer.special("<|fim_middle|>").unwrap();
+    assert_eq!(prompts[0].iter().filter(|&&id| id == middle).count(), 1, "text stays text");
+    let plain = served("x").tokenizer;
+    assert!(message(&crate::completions::tokens(&plain, &fields).unwrap_err()).starts_with("suffix"));
+    let empty = json!({"prompt": "def f(", "suffix": ""});
+    let prompts = crate::completions::tokens(&plain, &Fields::of(&empty).unwrap()).unwrap();
+    assert_eq!(crate::answer::spelled(&plain, &prompts[0]), "def f(");
 }
 
 #[test]
@@ -191,10 +249,16 @@ async fn two_calls_have_their_indexes_streamed_and_whole() {
     let deltas: Vec<&Json> = chunks.iter().filter_map(|chunk| chunk["choices"][0].get("delta")).collect();
     let roles = deltas.iter().filter(|delta| delta.get("role").is_some()).count();
     assert_eq!((roles, deltas[0]["role"].as_str()), (1, Some("assistant")));
-    let calls: Vec<&Json> = deltas.iter().filter_map(|delta| delta["tool_calls"].get(0)).collect();
-    assert_eq!(calls.iter().map(|call| call["index"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1]);
-    assert_ne!(calls[0]["id"], calls[1]["id"]);
-    assert_eq!(calls[1]["function"]["arguments"], "{\"zone\":5}");
+    let parts: Vec<&Json> = deltas.iter().filter_map(|delta| delta["tool_calls"].get(0)).collect();
+    let begun: Vec<&Json> = parts.iter().copied().filter(|part| part.get("id").is_some()).collect();
+    assert_eq!(begun.iter().map(|call| call["index"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1]);
+    assert_ne!(begun[0]["id"], begun[1]["id"]);
+    assert!(begun.iter().all(|call| call["type"] == "function" && call["function"]["name"] == "now"));
+    let arguments = |index: usize| -> String {
+        let of_it = parts.iter().filter(|part| part["index"] == index);
+        of_it.filter_map(|part| part["function"]["arguments"].as_str()).collect()
+    };
+    assert_eq!((arguments(0).as_str(), arguments(1).as_str()), ("{}", "{\"zone\":5}"));
     let reasons: Vec<&Json> = chunks
         .iter()
         .map(|chunk| &chunk["choices"][0]["finish_reason"])
@@ -222,7 +286,7 @@ async fn two_calls_have_their_indexes_streamed_and_whole() {
     let functions = |calls: Vec<&Json>| calls.iter().map(|call| call["function"].clone()).collect::<Vec<_>>();
     assert_eq!(
         functions(choice["message"]["tool_calls"].as_array().unwrap().iter().collect()),
-        functions(calls)
+        [json!({"name": "now", "arguments": "{}"}), json!({"name": "now", "arguments": "{\"zone\":5}"})]
     );
 }
 

@@ -61,7 +61,7 @@ impl Bench {
 
     /// DeltaNet windows and states of a sequence.
     fn recurrent(&mut self, sequence: SequenceId) -> Vec<f32> {
-        self.backend.snapshot(sequence).expect("a snapshot").recurrent
+        self.backend.snapshot(sequence).expect("a snapshot").recurrent.to_vec()
     }
 }
 
@@ -359,7 +359,7 @@ pub fn misuse(make: Make) {
     bench.extend(sequence, 0..1, 1);
 
     let mut copy = bench.backend.snapshot(sequence).unwrap();
-    copy.kv.pop();
+    copy.pages.pop();
     assert!(matches!(bench.backend.restore(&copy), Err(Error::Snapshot(_))));
     bench.backend.free(full[1]);
     assert!(matches!(bench.backend.position(full[1]), Err(Error::NoSequence(_))));

@@ -1,13 +1,19 @@
 //! What a model's answer is made of: reasoning, text, and tool calls in the two notations of the family.
 //!
 //! An [`AnswerParser`] takes the answer as it streams; its result does not depend on how the stream is cut. Nothing the
-//! model wrote is dropped: what looks like a call and is none stays text.
+//! model wrote is dropped: what looks like a call and is none stays text. Once a declared tool's name and the beginning of
+//! its arguments are there it is a call, and its arguments are given out as they come: what is wrong with them then, or
+//! missing at the end of an answer that was cut off, is wrong or missing in them too.
 
+mod arguments;
+mod rules;
 mod schema;
 
 use serde_json::{Map, Value as Json};
 
-use schema::{Types, coerce, typed};
+use arguments::{Arguments, Missing, Step, json_head};
+pub use rules::{BadTool, call_rules};
+use schema::{Types, coerce};
 
 /// How a model writes tool calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,14 +35,8 @@ impl CallFormat {
     }
 }
 
-/// A tool call, complete.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ToolCall {
-    /// The tool's name.
-    pub name: String,
-    /// Its arguments as a JSON object.
-    pub arguments: String,
-}
+/// A tool call, complete: the tool's name and its arguments as a JSON object.
+type Call = (String, String);
 
 /// A piece of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,8 +45,11 @@ pub enum Piece {
     Reasoning(String),
     /// Text for the user.
     Content(String),
-    /// A call.
-    Call(ToolCall),
+    /// A call begins: the tool's name.
+    Call(String),
+    /// What comes next of the arguments of the last call. Together they are a JSON object, unless the answer was cut
+    /// off or the model wrote something else.
+    Arguments(String),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,6 +62,12 @@ enum State {
     Call,
     /// After `<function=` without `<tool_call>`.
     Bare,
+    /// In the arguments of a call.
+    Arguments,
+    /// After the arguments of a call in JSON.
+    Closing,
+    /// After a function block.
+    After,
 }
 
 const THINK: &str = "<think>";
@@ -67,6 +76,8 @@ const CALL: &str = "<tool_call>";
 const CALLED: &str = "</tool_call>";
 const FUNCTION: &str = "<function=";
 const FUNCTION_END: &str = "</function>";
+const PARAMETER: &str = "<parameter=";
+const PARAMETER_END: &str = "</parameter>";
 
 /// Takes an answer apart as it streams.
 #[derive(Debug, Clone)]
@@ -83,8 +94,10 @@ pub struct AnswerParser {
     begun: bool,
     /// Whether anything but white space has come: thinking may only begin an answer.
     started: bool,
-    /// Whether a call without `<tool_call>` came last: its lone end tag is dropped.
+    /// Whether a call without `</tool_call>` came last: a lone end tag is dropped.
     bare: bool,
+    /// Those of the present call.
+    arguments: Option<Arguments>,
     calls: usize,
 }
 
@@ -109,6 +122,7 @@ impl AnswerParser {
             begun: !thinking,
             started: thinking,
             bare: false,
+            arguments: None,
             calls: 0,
         }
     }
@@ -144,6 +158,9 @@ impl AnswerParser {
             State::Content => self.content(out, last),
             State::Call => self.call(out, last),
             State::Bare => self.bare_call(out, last),
+            State::Arguments => self.arguments(out, last),
+            State::Closing => self.closing(last),
+            State::After => self.after(out, last),
         }
     }
 
@@ -208,8 +225,120 @@ impl AnswerParser {
         true
     }
 
-    /// Inside `<tool_call>`: tries at every end tag, since one may be part of an argument.
+    /// Whether `held` begins with a function block of a declared tool, or with the JSON of a call of one: its notation,
+    /// the tool's name, and how long that head is.
+    fn head(&self) -> Result<(CallFormat, String, usize), Missing> {
+        let text = self.held.trim_start();
+        let tag = text.strip_prefix(FUNCTION).filter(|_| self.format == Some(CallFormat::Xml));
+        let (format, name, left) = match tag {
+            Some(rest) => match rest.split_once('>') {
+                Some((name, left)) => (CallFormat::Xml, name.trim().trim_matches('"').to_owned(), left.len()),
+                None if rest.len() <= 256 => return Err(Missing::More),
+                None => return Err(Missing::Other),
+            },
+            None if self.format == Some(CallFormat::Xml) && FUNCTION.starts_with(text) => {
+                return Err(Missing::More);
+            }
+            None => {
+                let (name, len) = json_head(text)?;
+                (CallFormat::Json, name, text.len() - len)
+            }
+        };
+        let declared = self.tools.contains_key(&name);
+        if declared { Ok((format, name, self.held.len() - left)) } else { Err(Missing::Other) }
+    }
+
+    /// A call whose head is there.
+    fn begin(&mut self, (format, name, len): (CallFormat, String, usize), out: &mut Vec<Piece>) {
+        self.held.drain(..len);
+        self.space.clear();
+        (self.state, self.begun, self.started) = (State::Arguments, false, true);
+        self.calls += 1;
+        let schema = self.tools.get(&name).cloned().unwrap_or(Json::Null);
+        self.arguments = Some(Arguments::new(format, schema));
+        out.push(Piece::Call(name));
+    }
+
+    fn arguments(&mut self, out: &mut Vec<Piece>, last: bool) -> bool {
+        let Some(mut arguments) = self.arguments.take() else {
+            self.state = State::Content;
+            return true;
+        };
+        let mut text = String::new();
+        let step = arguments.advance(&mut self.held, &mut text, last);
+        if !text.is_empty() {
+            out.push(Piece::Arguments(text));
+        }
+        if step == Step::End {
+            self.state = match arguments.notation() {
+                CallFormat::Json => State::Closing,
+                CallFormat::Xml => State::After,
+            };
+            return true;
+        }
+        self.arguments = Some(arguments);
+        if let Step::Stray(text) = &step {
+            self.text(text, out);
+        }
+        step != Step::Wait
+    }
+
+    /// Behind the arguments: what is left of the call's JSON says nothing more.
+    fn closing(&mut self, last: bool) -> bool {
+        let left = self.held.trim_start_matches([' ', '\t', '\r', '\n', '}']).len();
+        self.held.drain(..self.held.len() - left);
+        if !last && CALLED.starts_with(&self.held) {
+            return false;
+        }
+        if self.held.starts_with(',') {
+            match self.held.find(CALLED) {
+                Some(at) => drop(self.held.drain(..at)),
+                None if last => self.held.clear(),
+                None => return false,
+            }
+        }
+        self.end_tag()
+    }
+
+    /// The end tag, or text in its place.
+    fn end_tag(&mut self) -> bool {
+        self.state = State::Content;
+        self.bare = !self.held.starts_with(CALLED);
+        if !self.bare {
+            self.held.drain(..CALLED.len());
+        }
+        true
+    }
+
+    /// Behind a function block: another one, the end tag, or text.
+    fn after(&mut self, out: &mut Vec<Piece>, last: bool) -> bool {
+        let space = self.held.len() - self.held.trim_start().len();
+        self.held.drain(..space);
+        if !last && (CALLED.starts_with(&self.held) || FUNCTION.starts_with(&self.held)) {
+            return false;
+        }
+        if !self.held.starts_with(FUNCTION) {
+            return self.end_tag();
+        }
+        match self.head() {
+            Ok(head) => self.begin(head, out),
+            Err(Missing::More) if !last => return false,
+            Err(_) => return self.end_tag(),
+        }
+        true
+    }
+
+    /// Inside `<tool_call>`: a call of a declared tool, or whatever turns out to be one. Tries at every end tag, since one
+    /// may be part of an argument.
     fn call(&mut self, out: &mut Vec<Piece>, last: bool) -> bool {
+        match self.head() {
+            Ok(head) => {
+                self.begin(head, out);
+                return true;
+            }
+            Err(Missing::More) if !last && !self.held.contains(CALLED) => return false,
+            Err(_) => {}
+        }
         let mut from = 0;
         while let Some(at) = self.held[from..].find(CALLED).map(|at| at + from) {
             match self.parse(&self.held[..at]) {
@@ -238,31 +367,22 @@ impl AnswerParser {
 
     /// After a bare `<function=`: a call only if the tool is declared.
     fn bare_call(&mut self, out: &mut Vec<Piece>, last: bool) -> bool {
-        let rest = &self.held[FUNCTION.len()..];
-        match rest.find('>') {
-            Some(end) if self.tools.contains_key(rest[..end].trim()) => {}
-            Some(_) => return self.give_up("", FUNCTION.len(), out),
-            None if last || rest.len() > 256 => return self.give_up("", FUNCTION.len(), out),
-            None => return false,
-        }
-        let mut from = 0;
-        while let Some(at) = self.held[from..].find(FUNCTION_END).map(|at| at + from + FUNCTION_END.len()) {
-            if let Parsed::Calls(calls) = self.parse(&self.held[..at]) {
-                self.held.drain(..at);
-                self.end_of_call(calls, out);
-                self.bare = true;
-                return true;
+        match self.head() {
+            Ok(head) => {
+                self.begin(head, out);
+                true
             }
-            from = at;
+            Err(Missing::More) if !last => false,
+            Err(_) => self.give_up("", FUNCTION.len(), out),
         }
-        if last { self.give_up("", self.held.len(), out) } else { false }
     }
 
-    fn end_of_call(&mut self, calls: Vec<ToolCall>, out: &mut Vec<Piece>) {
+    fn end_of_call(&mut self, calls: Vec<Call>, out: &mut Vec<Piece>) {
         self.space.clear();
         (self.state, self.begun, self.started) = (State::Content, false, true);
         self.calls += calls.len();
-        out.extend(calls.into_iter().map(Piece::Call));
+        let pieces = calls.into_iter().map(|(name, given)| [Piece::Call(name), Piece::Arguments(given)]);
+        out.extend(pieces.flatten());
     }
 
     /// No call after all: `tag` and `len` bytes of what is held are text.
@@ -309,11 +429,11 @@ impl AnswerParser {
             Json::Array(items) => items,
             value => vec![value],
         };
-        let calls: Option<Vec<ToolCall>> = items.into_iter().map(|item| self.json_call(item)).collect();
+        let calls: Option<Vec<Call>> = items.into_iter().map(|item| self.json_call(item)).collect();
         calls.filter(|calls| !calls.is_empty()).map_or(Parsed::No, Parsed::Calls)
     }
 
-    fn json_call(&self, item: Json) -> Option<ToolCall> {
+    fn json_call(&self, item: Json) -> Option<Call> {
         let Json::Object(mut item) = item else { return None };
         let Some(Json::String(name)) = item.remove("name") else { return None };
         let arguments = match item.remove("arguments").or_else(|| item.remove("parameters")) {
@@ -328,10 +448,10 @@ impl AnswerParser {
             (key, coerce(value, &types))
         };
         let arguments: Map<String, Json> = arguments.into_iter().map(typed).collect();
-        Some(ToolCall { name, arguments: Json::Object(arguments).to_string() })
+        Some((name, Json::Object(arguments).to_string()))
     }
 
-    /// Function blocks, one or more.
+    /// Function blocks of tools that are not declared, one or more.
     fn parse_xml(&self, body: &str) -> Parsed {
         let mut calls = Vec::new();
         let mut rest = body.trim();
@@ -339,46 +459,24 @@ impl AnswerParser {
             let Some(after) = rest.strip_prefix(FUNCTION) else { return Parsed::No };
             let Some((name, after)) = after.split_once('>') else { return Parsed::Unfinished };
             let name = name.trim().trim_matches('"').to_owned();
-            let Some((arguments, after)) = self.parameters(&name, after) else { return Parsed::Unfinished };
-            calls.push(ToolCall { name, arguments: Json::Object(arguments).to_string() });
-            rest = after.trim_start();
+            let mut arguments = Arguments::new(CallFormat::Xml, Json::Null);
+            let (mut left, mut given) = (after.to_owned(), String::new());
+            loop {
+                match arguments.advance(&mut left, &mut given, false) {
+                    Step::Again => {}
+                    Step::Wait | Step::Stray(_) => return Parsed::Unfinished,
+                    Step::End => break,
+                }
+            }
+            calls.push((name, given));
+            rest = after[after.len() - left.len()..].trim_start();
         }
         if calls.is_empty() { Parsed::No } else { Parsed::Calls(calls) }
-    }
-
-    /// Parameters up to the end of the function block, and what follows it; `None` if that has not come.
-    fn parameters<'t>(&self, name: &str, text: &'t str) -> Option<(Map<String, Json>, &'t str)> {
-        const PARAMETER: &str = "<parameter=";
-        const PARAMETER_END: &str = "</parameter>";
-        let schema = self.tools.get(name).unwrap_or(&Json::Null);
-        let mut arguments = Map::new();
-        let mut rest = text.trim_start();
-        loop {
-            if let Some(after) = rest.strip_prefix(FUNCTION_END) {
-                return Some((arguments, after));
-            }
-            let (key, after) = rest.strip_prefix(PARAMETER)?.split_once('>')?;
-            // An end tag inside a value is not followed by what follows a value.
-            let ends = after
-                .match_indices(PARAMETER_END)
-                .map(|(at, tag)| (at, after[at + tag.len()..].trim_start()));
-            let (at, next) = ends
-                .into_iter()
-                .find(|(_, next)| next.starts_with(PARAMETER) || next.starts_with(FUNCTION_END))?;
-            let value = &after[..at];
-            let value = value.strip_prefix("\r\n").or(value.strip_prefix('\n')).unwrap_or(value);
-            let value = value.strip_suffix('\n').unwrap_or(value);
-            let key = key.trim().trim_matches('"');
-            if let Some(value) = typed(value, &Types::of_parameter(schema, key)) {
-                arguments.insert(key.to_owned(), value);
-            }
-            rest = next;
-        }
     }
 }
 
 enum Parsed {
-    Calls(Vec<ToolCall>),
+    Calls(Vec<Call>),
     /// It may become a call with more text.
     Unfinished,
     No,
@@ -400,7 +498,8 @@ fn merge(pieces: Vec<Piece>) -> Vec<Piece> {
     for piece in pieces {
         match (out.last_mut(), piece) {
             (Some(Piece::Content(text)), Piece::Content(more))
-            | (Some(Piece::Reasoning(text)), Piece::Reasoning(more)) => text.push_str(&more),
+            | (Some(Piece::Reasoning(text)), Piece::Reasoning(more))
+            | (Some(Piece::Arguments(text)), Piece::Arguments(more)) => text.push_str(&more),
             (_, piece) => out.push(piece),
         }
     }

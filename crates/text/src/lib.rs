@@ -28,7 +28,7 @@ mod unicode;
 mod unicode_table;
 mod vocabulary;
 
-pub use calls::{AnswerParser, CallFormat, Piece, ToolCall};
+pub use calls::{AnswerParser, BadTool, CallFormat, Piece, call_rules};
 pub use decoder::Decoder;
 pub use error::Error;
 pub use guard::Segment;

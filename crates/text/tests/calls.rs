@@ -1,7 +1,7 @@
 //! Answers taken apart: any split of the stream gives the same, and nothing is lost.
 
 use serde_json::{Value, json};
-use text::{AnswerParser, CallFormat, Piece, ToolCall};
+use text::{AnswerParser, CallFormat, Piece};
 
 fn tools() -> Value {
     json!([
@@ -15,6 +15,13 @@ fn tools() -> Value {
     ])
 }
 
+/// A call as its pieces add up.
+#[derive(Debug, Clone, Default, PartialEq)]
+struct ToolCall {
+    name: String,
+    arguments: String,
+}
+
 /// Pieces joined: reasoning, content, calls.
 type Whole = (String, String, Vec<ToolCall>);
 
@@ -24,7 +31,8 @@ fn collect(pieces: impl IntoIterator<Item = Piece>) -> Whole {
         match piece {
             Piece::Reasoning(text) => whole.0 += &text,
             Piece::Content(text) => whole.1 += &text,
-            Piece::Call(call) => whole.2.push(call),
+            Piece::Call(name) => whole.2.push(ToolCall { name, arguments: String::new() }),
+            Piece::Arguments(text) => whole.2.last_mut().expect("a call has begun").arguments += &text,
         }
     }
     whole
@@ -153,6 +161,8 @@ fn a_call_without_its_wrapper_is_a_call_if_the_tool_is_declared() {
     let (_, content, calls) =
         xml("I will.\n<function=edit>\n<parameter=path>\nx\n</parameter>\n</function>\n</tool_call>\nDone.");
     assert_eq!((content.as_str(), calls.len()), ("I will.Done.", 1));
+    let cut = "I will.\n<function=edit>\n<parameter=path>\nx\n</parameter>\n</function>\nDone.";
+    assert_eq!((xml(cut).1.as_str(), xml(cut).2.len()), ("I will.Done.", 1));
     let odd = "Write `<function=foo>` and\n<function=bar>\n</function> here.";
     assert_eq!(xml(odd), (String::new(), odd.to_owned(), vec![]));
 }
@@ -166,7 +176,8 @@ fn an_answer_cut_off_after_a_complete_call_has_it() {
 #[test]
 fn odd_output_stays_text() {
     for odd in [
-        "<tool_call>\n{\"name\": \"edit\", \"arguments\": {\"path\": \"unfin",
+        "<tool_call>\n{\"name\": \"other\", \"arguments\": {\"path\": \"unfin",
+        "<tool_call>\n{\"name\": \"edit\", \"argu",
         "<tool_call>not json</tool_call> and more",
         "<tool_call>{\"no name\": 1}</tool_call>",
         "<tool_call>{\"name\": \"edit\", \"arguments\": 5}</tool_call>",
@@ -177,8 +188,101 @@ fn odd_output_stays_text() {
         assert_eq!(json_calls(odd), (String::new(), odd.to_owned(), vec![]), "{odd:?}");
         assert_eq!(xml(odd), (String::new(), odd.to_owned(), vec![]), "{odd:?}");
     }
-    let cut = "<tool_call>\n<function=edit>\n<parameter=path>\nhalf";
-    assert_eq!(xml(cut), (String::new(), cut.to_owned(), vec![]));
+    for cut in ["<tool_call>\n<function=other>\n<parameter=path>\nhalf", "<tool_call>\n<function=edi"] {
+        assert_eq!(xml(cut), (String::new(), cut.to_owned(), vec![]));
+    }
+}
+
+/// The only call of an answer in which there is nothing else.
+fn only(whole: Whole) -> ToolCall {
+    assert_eq!((whole.0.as_str(), whole.1.as_str(), whole.2.len()), ("", "", 1), "{whole:?}");
+    whole.2[0].clone()
+}
+
+#[test]
+fn a_call_cut_off_cannot_be_taken_for_a_complete_one() {
+    for (answer, arguments) in [
+        ("<tool_call>\n{\"name\": \"edit\", \"arguments\": {\"path\": \"unfin", "{\"path\":\"unfin"),
+        (
+            "<tool_call>{\"name\": \"edit\", \"arguments\": {\"path\": \"a\", \"list\": [1, 2",
+            "{\"path\":\"a\",\"list\":[1, 2",
+        ),
+        ("<tool_call>{\"name\": \"edit\", \"arguments\": {\"path\": \"a\",", "{\"path\":\"a\","),
+        ("<tool_call>{\"name\": \"edit\", \"arguments\": {", "{"),
+    ] {
+        assert_eq!(only(json_calls(answer)).arguments, arguments, "{answer:?}");
+    }
+    for (answer, arguments) in [
+        ("<tool_call>\n<function=edit>\n<parameter=path>\nhalf\n", "{\"path\":\"half\\n"),
+        ("<function=edit>\n<parameter=path>\na\n</parameter>\n", "{\"path\":\"a\""),
+        ("<tool_call>\n<function=edit>\n<parameter=count>\n1", "{\"count\":\"1"),
+        ("<tool_call>\n<function=edit>\n", "{"),
+    ] {
+        assert_eq!(only(xml(answer)).arguments, arguments, "{answer:?}");
+    }
+}
+
+#[test]
+fn calls_with_mistakes_are_mended_or_kept_as_they_are() {
+    let call = |arguments: &str| {
+        format!("<tool_call>{{\"name\": \"edit\", \"arguments\": {arguments}}}</tool_call>")
+    };
+    for (written, meant) in [
+        // New lines and backslashes that were not escaped.
+        ("{\"path\": \"a\nb\"}", json!({"path": "a\nb"})),
+        (r#"{"path": "\d \' é é \\"}"#, json!({"path": "\\d \\' é é \\"})),
+        ("{\"list\": [\"a\nb\"]}", json!({"list": ["a\nb"]})),
+        (r#"{"path": "\u12"}"#, json!({"path": "\\u12"})),
+        ("{ \"path\" : \"a\" , \"count\" : 1 }", json!({"path": "a", "count": 1})),
+    ] {
+        assert_eq!(arguments(&only(json_calls(&call(written)))), meant, "{written}");
+    }
+    // A brace that is missing, fields that nobody asked for.
+    for answer in [
+        "<tool_call>{\"name\": \"now\", \"arguments\": {}</tool_call>",
+        "<tool_call>{\"name\": \"now\", \"arguments\": {}, \"id\": \"7\"}</tool_call>",
+        "<tool_call>{\"name\": \"now\", \"parameters\": {}}</tool_call>",
+        "<tool_call>{\"arguments\": {}, \"name\": \"now\"}</tool_call>",
+        "<tool_call>[{\"name\": \"now\", \"arguments\": {}}]</tool_call>",
+    ] {
+        assert_eq!(only(json_calls(answer)).arguments, "{}", "{answer}");
+    }
+    for odd in ["{\"path\": }", "{\"path\" \"a\"}", "{\"count\": 1 2}", "{path: 1}"] {
+        let call = only(json_calls(&call(odd)));
+        assert!(serde_json::from_str::<Value>(&call.arguments).is_err(), "{odd}: {call:?}");
+    }
+    // A function block without its end, text between parameters, two blocks in one wrapper.
+    let whole = xml("<tool_call>\n<function=edit>\nwell <parameter=path>\na\n</parameter>\n</tool_call> ok");
+    assert_eq!((whole.1.as_str(), whole.2[0].arguments.as_str()), ("well ok", "{\"path\":\"a\"}"));
+    let two = xml("<tool_call>\n<function=now>\n</function>\n<function=now>\n</function>\n</tool_call>");
+    assert_eq!((two.1.as_str(), two.2.len()), ("", 2));
+}
+
+#[test]
+fn texts_among_the_arguments_come_as_they_are_written() {
+    let long: String = (0..200).map(|line| format!("line {line} of a \"file\"\n")).collect();
+    let json_call = json!({"name": "edit", "arguments": {"count": 3, "path": long}});
+    let answers = [
+        (CallFormat::Json, format!("<tool_call>{json_call}</tool_call>")),
+        (CallFormat::Xml, xml_call(&[("count", "3"), ("path", &long)])),
+    ];
+    for (format, answer) in answers {
+        let mut parser = AnswerParser::new(Some(format), Some(&tools()), false);
+        let (mut given, mut parts) = (String::new(), 0);
+        for (at, letter) in answer.char_indices() {
+            for piece in parser.push(letter.encode_utf8(&mut [0; 4])) {
+                let Piece::Arguments(text) = piece else { continue };
+                (given, parts) = (given + &text, parts + 1);
+            }
+            // Never far behind what has been written; escapes make it longer.
+            let written = at.saturating_sub(answer.find("line 0").unwrap());
+            assert!(given.len() + 40 > written, "{format:?}: {} of {written}", given.len());
+        }
+        assert!(parts > 2000, "{format:?}: {parts} parts");
+        let whole = check(Some(format), false, &answer[..400]).2.remove(0).arguments;
+        assert!(given.starts_with(whole.trim_end_matches("\\n")), "{format:?}");
+        assert_eq!(serde_json::from_str::<Value>(&given).unwrap(), json!({"count": 3, "path": long}));
+    }
 }
 
 #[test]

@@ -65,7 +65,7 @@ mod kernels {
         add: bool,
     ) {
         // SAFETY: features checked in `main`, the rest by the caller.
-        unsafe { vnni::product(x, panels, out, shape, add) }
+        unsafe { vnni::product(x, panels, out, shape, add, int8::Ahead::NONE) }
     }
 
     pub(crate) const WIDTH: usize = PANEL;

@@ -20,11 +20,11 @@ mod kernels {
     mod vnni_fill;
     mod x86;
 
-    use int8::{Codes, Form, Panel};
+    use int8::{Ahead, Codes, Form, Panel};
     use product::Target;
     use quant::Type;
 
-    pub(crate) type IntProduct = unsafe fn(&[*const Codes], &[&Panel], Target, (usize, Form), bool);
+    pub(crate) type IntProduct = unsafe fn(&[*const Codes], &[&Panel], Target, (usize, Form), bool, Ahead);
     pub(crate) type Fill = unsafe fn(Type, &[&[u8]], usize, &mut Panel);
     pub(crate) type Numbers = unsafe fn(&[*const f32], *const f32, usize, *mut f32);
 
@@ -50,18 +50,18 @@ mod kernels {
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn numbers_256(x: &[*const f32], w: *const f32, k: usize, out: *mut f32) {
         // SAFETY: the caller's promise.
-        unsafe { product::dot_form::<x86::Avx2>(x, (w, k), (int8::PANEL, k), (out, int8::PANEL), true) }
+        unsafe { product::dot_form::<x86::Avx2, f32>(x, (w, k), (int8::PANEL, k), (out, int8::PANEL), true) }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
     unsafe fn numbers_512(x: &[*const f32], w: *const f32, k: usize, out: *mut f32) {
         // SAFETY: the caller's promise.
-        unsafe { product::dot_form::<x86::Avx512>(x, (w, k), (int8::PANEL, k), (out, int8::PANEL), true) }
+        unsafe { product::dot_form::<x86::Avx512, f32>(x, (w, k), (int8::PANEL, k), (out, int8::PANEL), true) }
     }
 }
 
 use clock::now;
-use kernels::int8::{COLUMNS, Codes, GROUPS, PANEL, Panel};
+use kernels::int8::{Ahead, COLUMNS, Codes, GROUPS, PANEL, Panel};
 use kernels::{VARIANTS, Variant, unpack};
 use quant::Type;
 
@@ -202,7 +202,7 @@ fn measure(Variant(name, product, fill, numbers): &Variant, rows: usize) {
         let shape = (GROUPS, unpack::form(ty));
         let seconds = median(40, || {
             // SAFETY: codes of whole panels at every start, room for all products; features checked in `main`.
-            unsafe { product(&starts, &[&panel], (out.as_mut_ptr(), PANEL), shape, true) }
+            unsafe { product(&starts, &[&panel], (out.as_mut_ptr(), PANEL), shape, true, Ahead::NONE) }
         });
         let per_256 = 1e9 / (PANEL * COLUMNS / 256) as f64;
         println!(

@@ -5,7 +5,10 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args, ValueEnum};
 use quant::Type;
 
+use experts::simulate::Likeness;
+
 use crate::args::{BackendArgs, parse_positive, parse_type};
+use crate::cache_args::{CacheArgs, parse_size};
 
 /// Arguments of `bench`.
 ///
@@ -45,6 +48,9 @@ pub struct BenchArgs {
     /// Kernels alone.
     #[command(flatten)]
     pub probe: ProbeArgs,
+    /// Made-up choices of experts.
+    #[command(flatten)]
+    pub replay: ReplayArgs,
     /// The picture.
     #[command(flatten)]
     pub roofline: RooflineArgs,
@@ -117,4 +123,35 @@ pub struct RooflineArgs {
     /// Draw what an earlier bench printed with --json instead of measuring.
     #[arg(long, value_name = "JSON", requires = "roofline", conflicts_with = "model")]
     pub from: Option<PathBuf>,
+}
+
+/// Made-up choices of experts.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Experts chosen as in real text, while generating [cpu]")]
+pub struct ReplayArgs {
+    /// Choose experts such that a cache of the least recently used would find this share of them.
+    #[arg(long, value_name = "SHARE", value_parser = parse_share)]
+    pub trace_hits: Option<f64>,
+    /// The size of that cache [default: that of --cache].
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "trace_hits")]
+    pub trace_cache: Option<u64>,
+    /// Share of the experts that the look-ahead foresees.
+    #[arg(long, value_name = "SHARE", value_parser = parse_share, default_value = "0.7", requires = "trace_hits")]
+    pub trace_recall: f64,
+}
+
+impl ReplayArgs {
+    /// What a trace should be like, if one is to be replayed, and for which cache.
+    pub fn likeness(&self, cache: &CacheArgs, seed: u64) -> Option<(Likeness, Option<u64>)> {
+        let hits = self.trace_hits?;
+        let margin = cache.look_ahead.0.unwrap_or(0);
+        Some((Likeness { hits, recall: self.trace_recall, margin, seed }, self.trace_cache))
+    }
+}
+
+fn parse_share(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
+        _ => Err("is a share, from 0 to 1".to_string()),
+    }
 }

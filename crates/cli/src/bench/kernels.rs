@@ -15,8 +15,8 @@ use super::random_ids;
 use super::stats::Samples;
 use crate::args::BackendName;
 use crate::failure::{Failure, Outcome};
+use crate::interrupt;
 use crate::report::{self, Bar};
-use crate::{interrupt, open};
 
 /// Bytes of experts at most, more than caches hold.
 const EXPERT_BYTES: usize = 448 << 20;
@@ -186,8 +186,9 @@ fn engine(
     tokens: usize,
     part: Option<Ablation>,
 ) -> Result<Engine, Failure> {
-    let chunk = args.backend.chunk.max(tokens);
-    let limits = Limits { pass_rows: open::pass_rows(chunk, tokens), positions: tokens, kv: KvType::F16 };
+    let chunk = args.backend.chunk.unwrap_or(tokens).max(tokens);
+    let limits =
+        Limits { pass_rows: engine::plan::pass_rows(chunk, tokens), positions: tokens, kv: KvType::F16 };
     let backend = &args.backend;
     let options = cpu::Options { threads: backend.threads, exact: backend.exact, ..cpu::Options::default() };
     let mut cpu = cpu::Cpu::new(model.clone(), weights.clone(), limits, options)?;

@@ -8,7 +8,7 @@ use model::{Cost, Peaks};
 use serde_json::{Value, json};
 
 use super::{Bench, Results, Row, Test};
-use crate::report;
+use crate::{cache, report};
 
 impl Results<'_> {
     /// Tables, or one JSON object.
@@ -23,6 +23,12 @@ impl Results<'_> {
             writeln!(out, "{}", peak_line(peaks))?;
         }
         write!(out, "\n{}", self.table())?;
+        for row in &self.rows {
+            if let Some((stats, time)) = &row.loads {
+                let name = format!("{} {}", row.shape.test.name(), row.shape.tokens);
+                writeln!(out, "{}", cache::line_of(&name, stats, *time))?;
+            }
+        }
         for row in &self.rows {
             if let Some(profile) = &row.profile {
                 let shape = row.shape;
@@ -66,7 +72,8 @@ impl Results<'_> {
             "backend": bench.name, "kernels": bench.variant,
             "threads": bench.threads,
             "kv": if bench.kv().bytes() == 4 { "f32" } else { "f16" },
-            "chunk": args.backend.chunk, "exact": args.backend.exact,
+            "chunk": bench.plan.chunk, "exact": args.backend.exact,
+            "route_bias": args.backend.cache.route_bias,
             "seed": args.seed, "repeat": args.repeat, "unit": "tokens/s",
             "peaks": bench.peaks.iter().map(peaks_json).collect::<Vec<_>>(),
             "results": results,
@@ -80,6 +87,10 @@ impl Results<'_> {
             "median": rates.median(), "min": rates.min(), "max": rates.max(), "samples": rates.all(),
             "seconds": row.seconds,
         });
+        if let Some((stats, time)) = &row.loads {
+            value["loads"] = cache::stats_json(stats);
+            value["loads"]["seconds"] = time.as_secs_f64().into();
+        }
         if let Some(profile) = &row.profile {
             let peaks = self.bench.peaks.last();
             let stages = profile.stages().map(|(stage, profile)| {
@@ -138,7 +149,7 @@ impl Rates {
 }
 
 /// The peaks in a line.
-pub(super) fn peak_line(peaks: &Peaks) -> String {
+pub fn peak_line(peaks: &Peaks) -> String {
     let Peaks { workers, quantised, plain, bytes } = peaks;
     let mut text = format!("peak of {workers}: {:.0} GOP/s {}", quantised.rate / 1e9, quantised.unit);
     if plain.unit != quantised.unit {
@@ -148,7 +159,7 @@ pub(super) fn peak_line(peaks: &Peaks) -> String {
 }
 
 /// The peaks as JSON.
-pub(super) fn peaks_json(peaks: &Peaks) -> Value {
+pub fn peaks_json(peaks: &Peaks) -> Value {
     json!({
         "workers": peaks.workers,
         "quantised": { "unit": peaks.quantised.unit, "operations_per_second": peaks.quantised.rate },

@@ -18,6 +18,8 @@ pub fn pocket() -> String {
 pub fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_redlite"));
     command.args(args).stdin(Stdio::null());
+    // What tests measure is not the user's.
+    command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"));
     command
 }
 

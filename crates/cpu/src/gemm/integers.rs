@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::kernels::{Codes, GEMV_ROWS, GROUP, GROUPS, Gemv, Kernels, PANEL, Panel, form, is_integer};
+use crate::kernels::{Ahead, Codes, GEMV_ROWS, GROUP, GROUPS, Gemv, Kernels, PANEL, Panel, form, is_integer};
 use crate::memory::{Out, Rows, reserve};
 use crate::team::{Scratch, Team};
 
@@ -128,7 +128,7 @@ pub(super) fn panels(
                 let panels = &mut scratch.panels[place..][..weights.len()];
                 if chunk == 0 {
                     for (weights, panel) in weights.iter().zip(&mut *panels) {
-                        fill(kernels, weights, (&groups, ahead), panel);
+                        fill(kernels, weights, &groups, panel);
                     }
                 }
                 let (pairs, next) = (weights_count.div_ceil(2), chunk_rows(chunk + 1));
@@ -138,9 +138,11 @@ pub(super) fn panels(
                     (kernels.prefetch)(codes, Codes::HOT_BYTES);
                 }
                 let out = (scratch.tile[2 * pair * PANEL..].as_mut_ptr(), stride);
+                let later = if chunk == 0 { later(weights, &groups, ahead) } else { Ahead::NONE };
+                let shape = (groups.len(), block > 0, later);
                 // SAFETY: each start points to the block's codes of a row, the tile has room for the chunk.
                 unsafe {
-                    multiply(kernels, &starts[..rows.len()], (weights, panels), out, groups.len(), block > 0);
+                    multiply(kernels, &starts[..rows.len()], (weights, panels), out, shape);
                 }
             }
         }
@@ -158,20 +160,20 @@ unsafe fn multiply(
     x: &[*const Codes],
     (weights, panels): (&[Weights], &[Panel]),
     (out, stride): (*mut f32, usize),
-    groups: usize,
-    add: bool,
+    (groups, add, ahead): (usize, bool, Ahead),
 ) {
     let form_of = |i: usize| form(weights[i].ty);
     // SAFETY: the caller's promise.
     unsafe {
         match panels {
             [a, b] if weights[1].rows > 0 && form_of(0) == form_of(1) => {
-                (kernels.int_product)(x, &[a, b], (out, stride), (groups, form_of(0)), add);
+                (kernels.int_product)(x, &[a, b], (out, stride), (groups, form_of(0)), add, ahead);
             }
             _ => {
                 for (i, panel) in panels.iter().enumerate().filter(|(i, _)| weights[*i].rows > 0) {
                     let out = (out.add(i * PANEL), stride);
-                    (kernels.int_product)(x, &[panel], out, (groups, form_of(i)), add);
+                    let ahead = if i == 0 { ahead } else { Ahead::NONE };
+                    (kernels.int_product)(x, &[panel], out, (groups, form_of(i)), add, ahead);
                 }
             }
         }
@@ -206,20 +208,32 @@ fn few(
     emit(0..count, &mut scratch.tile[..count * stride], stride);
 }
 
-/// Decodes some groups of columns of a panel, and asks for the bytes that lie `ahead` of them: rows are far
-/// apart, which the processor does not foresee.
-fn fill(kernels: &Kernels, weights: &Weights, (groups, ahead): (&Range<usize>, usize), panel: &mut Panel) {
+/// What lies `ahead` of some groups of columns of one or two panels: rows are far apart, which the processor does
+/// not foresee.
+fn later(weights: &[Weights], groups: &Range<usize>, ahead: usize) -> Ahead {
+    let columns = groups.start * GROUP..groups.end * GROUP;
+    let start = |weights: &Weights| weights.blocks(0, &columns).as_ptr().wrapping_add(ahead);
+    match weights.iter().find(|weights| weights.rows > 0) {
+        None => Ahead::NONE,
+        Some(first) => Ahead {
+            starts: std::array::from_fn(|i| {
+                weights.get(i).filter(|w| w.rows > 0).map_or(start(first), start)
+            }),
+            row_bytes: first.bytes.len() / first.rows,
+            lines: (first.blocks(0, &columns).len() + 63).div_ceil(64),
+        },
+    }
+}
+
+/// Decodes some groups of columns of a panel.
+fn fill(kernels: &Kernels, weights: &Weights, groups: &Range<usize>, panel: &mut Panel) {
     if weights.rows == 0 {
         return;
     }
     let columns = groups.start * GROUP..groups.end * GROUP;
-    let row_bytes = weights.bytes.len() / weights.rows;
-    let blocks = weights.blocks(0, &columns);
-    let first = blocks.as_ptr() as usize - weights.bytes.as_ptr() as usize;
     let mut rows: [&[u8]; PANEL] = [&[]; PANEL];
     for (row, bytes) in rows.iter_mut().enumerate().take(weights.rows) {
-        *bytes = &weights.bytes[row * row_bytes + first..][..blocks.len()];
-        (kernels.prefetch)(bytes.as_ptr().wrapping_add(ahead), bytes.len());
+        *bytes = weights.blocks(row, &columns);
     }
     (kernels.fill)(weights.ty, &rows[..weights.rows], columns.len(), panel);
 }

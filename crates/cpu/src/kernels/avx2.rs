@@ -9,7 +9,7 @@
 
 use std::arch::x86_64::*;
 
-use super::int8::{Codes, Form, MAGIC, MAGIC_BITS, PANEL, Panel, SHIFT};
+use super::int8::{Ahead, Codes, Form, MAGIC, MAGIC_BITS, PANEL, Panel, SHIFT};
 use super::product::Target;
 use super::tiles::{Dots, Lanes, product as tiled};
 
@@ -24,7 +24,9 @@ pub(super) unsafe fn product_vnni(
     out: Target,
     shape: (usize, Form),
     add: bool,
+    ahead: Ahead,
 ) {
+    (0..ahead.count()).for_each(|line| super::vnni::prefetch(ahead.line(line), 1));
     // SAFETY: the caller's promise.
     unsafe { tiled::<Vnni, 2>(x, panels, out, shape, add) }
 }
@@ -40,7 +42,9 @@ pub(super) unsafe fn product(
     out: Target,
     shape: (usize, Form),
     add: bool,
+    ahead: Ahead,
 ) {
+    (0..ahead.count()).for_each(|line| super::vnni::prefetch(ahead.line(line), 1));
     // SAFETY: the caller's promise.
     unsafe {
         match shape.1.pairs_in_sixteen_bits() {

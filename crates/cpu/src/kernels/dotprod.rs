@@ -3,7 +3,7 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::int8::{Codes, Form, MAGIC, MAGIC_BITS, PANEL, Panel, SHIFT};
+use super::int8::{Ahead, Codes, Form, MAGIC, MAGIC_BITS, PANEL, Panel, SHIFT};
 use super::product::Target;
 use super::tiles::{Dots, Lanes, product as tiled};
 
@@ -18,7 +18,9 @@ pub(super) unsafe fn product(
     out: Target,
     shape: (usize, Form),
     add: bool,
+    ahead: Ahead,
 ) {
+    (0..ahead.count()).for_each(|line| super::neon::prefetch(ahead.line(line), 1));
     // SAFETY: the caller's promise.
     unsafe { tiled::<Dotprod, 4>(x, panels, out, shape, add) }
 }

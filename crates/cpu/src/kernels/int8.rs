@@ -144,6 +144,36 @@ impl Panel {
     };
 }
 
+/// Some columns of two panels in file form that will be decoded later: a product asks for them meanwhile, a few
+/// lines at a time, since a processor waits for few lines at once.
+#[derive(Clone, Copy)]
+pub(crate) struct Ahead {
+    /// The first bytes of each panel.
+    pub(crate) starts: [*const u8; 2],
+    /// From a row to the next.
+    pub(crate) row_bytes: usize,
+    /// Cache lines of a row.
+    pub(crate) lines: usize,
+}
+
+impl Ahead {
+    /// Nothing.
+    pub(crate) const NONE: Ahead = Ahead { starts: [std::ptr::null(); 2], row_bytes: 0, lines: 0 };
+
+    /// How many lines there are.
+    #[inline(always)]
+    pub(super) fn count(&self) -> usize {
+        2 * PANEL * self.lines
+    }
+
+    /// One of them.
+    #[inline(always)]
+    pub(super) fn line(&self, index: usize) -> *const u8 {
+        let (row, line) = (index % PANEL, index / (2 * PANEL));
+        self.starts[index / PANEL % 2].wrapping_add(row * self.row_bytes + 64 * line)
+    }
+}
+
 /// Rounds a row whose length is a multiple of [`GROUP`].
 #[inline(always)]
 pub(super) fn round(x: &[f32], out: &mut [Codes]) {
@@ -252,6 +282,7 @@ pub(super) unsafe fn product(
     (out, stride): Target,
     (groups, form): (usize, Form),
     add: bool,
+    _: Ahead,
 ) {
     for (p, panel) in panels.iter().enumerate() {
         for (r, &x) in x.iter().enumerate() {

@@ -3,6 +3,7 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
+use half::f16;
 use quant::Type;
 
 use super::int8::{self, COLUMNS, ORDER, PANEL, Panel};
@@ -27,6 +28,18 @@ impl Simd for Neon {
     unsafe fn load(from: *const f32) -> float32x4_t {
         // SAFETY: features as above; memory by the caller's promise.
         unsafe { vld1q_f32(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_half(from: *const f16) -> float32x4_t {
+        let out: float32x4_t;
+        // SAFETY: memory by the caller's promise; touches registers only.
+        unsafe {
+            let four = vld1_u16(from.cast());
+            asm!("fcvtl {0:v}.4s, {1:v}.4h", out(vreg) out, in(vreg) four,
+                options(pure, nomem, nostack, preserves_flags));
+        }
+        out
     }
 
     #[inline(always)]

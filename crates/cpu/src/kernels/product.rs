@@ -9,10 +9,55 @@
 
 use std::ops::Range;
 
+use half::f16;
+
 use super::simd::Simd;
 
 /// A factor: its first number, and the distance of its rows.
-pub(super) type Factor = (*const f32, usize);
+pub(super) type Factor<T = f32> = (*const T, usize);
+
+/// Numbers in half precision from a load to the one that is prepared meanwhile: 4 KiB.
+const AHEAD: usize = 2048;
+
+/// A number as it lies in memory; all become f32 exactly.
+pub(super) trait Number: Copy {
+    /// LANES of them.
+    ///
+    /// # Safety
+    /// They must be readable.
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V;
+
+    /// One of them.
+    fn single(self) -> f32;
+}
+
+impl Number for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const f32) -> S::V {
+        // SAFETY: the caller's promise.
+        unsafe { S::load(from) }
+    }
+
+    #[inline(always)]
+    fn single(self) -> f32 {
+        self
+    }
+}
+
+impl Number for f16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const f16) -> S::V {
+        // Numbers in half precision are read from memory, once.
+        S::prefetch(from.wrapping_add(AHEAD).cast());
+        // SAFETY: the caller's promise.
+        unsafe { S::load_half(from) }
+    }
+
+    #[inline(always)]
+    fn single(self) -> f32 {
+        self.to_f32()
+    }
+}
 
 /// A result: its first number, and the distance of its rows.
 pub(super) type Target = (*mut f32, usize);
@@ -25,9 +70,9 @@ pub(super) type Target = (*mut f32, usize);
 /// `x[r]` must point to `k` numbers, `w` to `n` rows of `k` numbers, `out` to a row of `n` numbers for each
 /// x, which nobody else uses.
 #[inline(always)]
-pub(super) unsafe fn dot_form<S: Simd>(
+pub(super) unsafe fn dot_form<S: Simd, T: Number>(
     x: &[*const f32],
-    w: Factor,
+    w: Factor<T>,
     (n, k): (usize, usize),
     (out, out_stride): Target,
     add: bool,
@@ -39,21 +84,21 @@ pub(super) unsafe fn dot_form<S: Simd>(
         while r < whole {
             let (x, out) = (&x[r..r + S::ROWS], (out.add(r * out_stride), out_stride));
             match S::ROWS {
-                4 => dot_rows::<S, 4, 4>(x, w, (0..n, k), out, add),
-                3 => dot_rows::<S, 3, 4>(x, w, (0..n, k), out, add),
-                _ => dot_rows::<S, 2, 4>(x, w, (0..n, k), out, add),
+                4 => dot_rows::<S, T, 4, 4>(x, w, (0..n, k), out, add),
+                3 => dot_rows::<S, T, 3, 4>(x, w, (0..n, k), out, add),
+                _ => dot_rows::<S, T, 2, 4>(x, w, (0..n, k), out, add),
             }
             r += S::ROWS;
         }
         let (x, out) = (&x[whole..], (out.add(whole * out_stride), out_stride));
         match x.len() {
-            3 => dot_rows::<S, 3, 4>(x, w, (0..n, k), out, add),
-            2 => dot_rows::<S, 2, 4>(x, w, (0..n, k), out, add),
+            3 => dot_rows::<S, T, 3, 4>(x, w, (0..n, k), out, add),
+            2 => dot_rows::<S, T, 2, 4>(x, w, (0..n, k), out, add),
             1 => {
                 // More weight rows at once, for as many sums in flight as the multipliers need.
                 let wide = n / 8 * 8;
-                dot_rows::<S, 1, 8>(x, w, (0..wide, k), out, add);
-                dot_rows::<S, 1, 4>(x, w, (wide..n, k), out, add);
+                dot_rows::<S, T, 1, 8>(x, w, (0..wide, k), out, add);
+                dot_rows::<S, T, 1, 4>(x, w, (wide..n, k), out, add);
             }
             _ => {}
         }
@@ -62,9 +107,9 @@ pub(super) unsafe fn dot_form<S: Simd>(
 
 /// As [`dot_form`], for `R` rows and the outputs `columns`, `C` at a time.
 #[inline(always)]
-unsafe fn dot_rows<S: Simd, const R: usize, const C: usize>(
+unsafe fn dot_rows<S: Simd, T: Number, const R: usize, const C: usize>(
     x: &[*const f32],
-    (w, w_stride): Factor,
+    (w, w_stride): Factor<T>,
     (columns, k): (Range<usize>, usize),
     (out, out_stride): Target,
     add: bool,
@@ -80,7 +125,7 @@ unsafe fn dot_rows<S: Simd, const R: usize, const C: usize>(
             while i < whole {
                 let rows: [S::V; R] = std::array::from_fn(|r| S::load(x[r].add(i)));
                 for c in 0..C {
-                    let weights = S::load(w.add(c * w_stride + i));
+                    let weights = T::load::<S>(w.add(c * w_stride + i));
                     for r in 0..R {
                         acc[r][c] = S::fma(rows[r], weights, acc[r][c]);
                     }
@@ -92,7 +137,8 @@ unsafe fn dot_rows<S: Simd, const R: usize, const C: usize>(
                     let mut sums = S::sums([acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3]]);
                     for (j, sum) in sums.iter_mut().enumerate() {
                         for i in whole..k {
-                            *sum = S::fma1(*x[r].add(i), *w.add((c + j) * w_stride + i), *sum);
+                            let weight = (*w.add((c + j) * w_stride + i)).single();
+                            *sum = S::fma1(*x[r].add(i), weight, *sum);
                         }
                     }
                     let out = out.add(r * out_stride + first + c);
@@ -112,10 +158,10 @@ unsafe fn dot_rows<S: Simd, const R: usize, const C: usize>(
 /// `a` must point to `rows` rows of `k` numbers, `b` to `k` rows of `n`, `out` to `rows` rows of `n` numbers
 /// which nobody else uses.
 #[inline(always)]
-pub(super) unsafe fn sum_form<S: Simd>(
+pub(super) unsafe fn sum_form<S: Simd, T: Number>(
     (rows, k, n): (usize, usize, usize),
     (a, a_stride): Factor,
-    (b, b_stride): Factor,
+    (b, b_stride): Factor<T>,
     (out, out_stride): Target,
     add: bool,
 ) {
@@ -126,13 +172,13 @@ pub(super) unsafe fn sum_form<S: Simd>(
             let (a, b) = ((a.add(r * a_stride), a_stride), (b, b_stride));
             let out = (out.add(r * out_stride), out_stride);
             if rows - r >= S::ROWS && S::ROWS == 4 {
-                sum_rows::<S, 4, 4>((k, n), a, b, out, add);
+                sum_rows::<S, T, 4, 4>((k, n), a, b, out, add);
                 r += 4;
             } else if rows - r >= 2 {
-                sum_rows::<S, 2, 4>((k, n), a, b, out, add);
+                sum_rows::<S, T, 2, 4>((k, n), a, b, out, add);
                 r += 2;
             } else {
-                sum_rows::<S, 1, 8>((k, n), a, b, out, add);
+                sum_rows::<S, T, 1, 8>((k, n), a, b, out, add);
                 r += 1;
             }
         }
@@ -141,10 +187,10 @@ pub(super) unsafe fn sum_form<S: Simd>(
 
 /// As [`sum_form`], for `R` rows, `C` vectors of outputs at a time.
 #[inline(always)]
-unsafe fn sum_rows<S: Simd, const R: usize, const C: usize>(
+unsafe fn sum_rows<S: Simd, T: Number, const R: usize, const C: usize>(
     (k, n): (usize, usize),
     (a, a_stride): Factor,
-    (b, b_stride): Factor,
+    (b, b_stride): Factor<T>,
     (out, out_stride): Target,
     add: bool,
 ) {
@@ -152,7 +198,7 @@ unsafe fn sum_rows<S: Simd, const R: usize, const C: usize>(
     // SAFETY: columns below n, rows below R and k, as the caller promised.
     unsafe {
         while first + C * S::LANES <= n {
-            sum_tile::<S, R, C>(
+            sum_tile::<S, T, R, C>(
                 k,
                 (a, a_stride),
                 (b.add(first), b_stride),
@@ -162,7 +208,7 @@ unsafe fn sum_rows<S: Simd, const R: usize, const C: usize>(
             first += C * S::LANES;
         }
         while first + S::LANES <= n {
-            sum_tile::<S, R, 1>(
+            sum_tile::<S, T, R, 1>(
                 k,
                 (a, a_stride),
                 (b.add(first), b_stride),
@@ -176,7 +222,8 @@ unsafe fn sum_rows<S: Simd, const R: usize, const C: usize>(
                 let out = out.add(r * out_stride + c);
                 let mut sum = if add { *out } else { 0.0 };
                 for i in 0..k {
-                    sum = S::fma1(*a.add(r * a_stride + i), *b.add(i * b_stride + c), sum);
+                    let right = (*b.add(i * b_stride + c)).single();
+                    sum = S::fma1(*a.add(r * a_stride + i), right, sum);
                 }
                 *out = sum;
             }
@@ -185,10 +232,10 @@ unsafe fn sum_rows<S: Simd, const R: usize, const C: usize>(
 }
 
 #[inline(always)]
-unsafe fn sum_tile<S: Simd, const R: usize, const C: usize>(
+unsafe fn sum_tile<S: Simd, T: Number, const R: usize, const C: usize>(
     k: usize,
     (a, a_stride): Factor,
-    (b, b_stride): Factor,
+    (b, b_stride): Factor<T>,
     (out, out_stride): Target,
     add: bool,
 ) {
@@ -203,7 +250,7 @@ unsafe fn sum_tile<S: Simd, const R: usize, const C: usize>(
             }
         }
         for i in 0..k {
-            let right: [S::V; C] = std::array::from_fn(|c| S::load(b.add(i * b_stride + c * S::LANES)));
+            let right: [S::V; C] = std::array::from_fn(|c| T::load::<S>(b.add(i * b_stride + c * S::LANES)));
             for r in 0..R {
                 let left = S::splat(*a.add(r * a_stride + i));
                 for c in 0..C {

@@ -1,5 +1,7 @@
 //! What a kernel asks of a vector unit.
 
+use half::f16;
+
 /// A vector of `LANES` numbers and the operations on it.
 ///
 /// Kernels are written once over this trait, inlined whole into functions compiled with the features of one
@@ -21,6 +23,12 @@ pub(super) trait Simd {
     /// # Safety
     /// They must be readable.
     unsafe fn load(from: *const f32) -> Self::V;
+
+    /// As [`Simd::load`], of numbers in half precision.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn load_half(from: *const f16) -> Self::V;
 
     /// Stores LANES numbers at `to`, however aligned.
     ///
@@ -86,6 +94,12 @@ impl Simd for Portable {
     unsafe fn load(from: *const f32) -> [f32; 4] {
         // SAFETY: the caller's promise.
         unsafe { from.cast::<[f32; 4]>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn load_half(from: *const f16) -> [f32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { from.cast::<[f16; 4]>().read_unaligned() }.map(f16::to_f32)
     }
 
     #[inline(always)]

@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::int8::{Codes, Form, GROUPS, MAGIC, PANEL, Panel};
+use super::int8::{Ahead, Codes, Form, GROUPS, MAGIC, PANEL, Panel};
 use super::product::Target;
 
 /// Rows of the register tile; the registers hold them times two panels, as integers and as numbers.
@@ -23,6 +23,7 @@ pub(super) unsafe fn product(
     (out, stride): Target,
     (groups, form): (usize, Form),
     add: bool,
+    ahead: Ahead,
 ) {
     let (pairs, last) = panels.as_chunks::<2>();
     // SAFETY: the caller's promise.
@@ -30,19 +31,19 @@ pub(super) unsafe fn product(
         for (i, &pair) in pairs.iter().enumerate() {
             let out = (out.add(i * 2 * PANEL), stride);
             match (form.halves, form.offset) {
-                (false, false) => tiles::<2, false, false>(x, pair, out, groups, add),
-                (false, true) => tiles::<2, false, true>(x, pair, out, groups, add),
-                (true, false) => tiles::<2, true, false>(x, pair, out, groups, add),
-                (true, true) => tiles::<2, true, true>(x, pair, out, groups, add),
+                (false, false) => tiles::<2, false, false>(x, pair, out, groups, add, ahead),
+                (false, true) => tiles::<2, false, true>(x, pair, out, groups, add, ahead),
+                (true, false) => tiles::<2, true, false>(x, pair, out, groups, add, ahead),
+                (true, true) => tiles::<2, true, true>(x, pair, out, groups, add, ahead),
             }
         }
         for &panel in last {
             let out = (out.add(pairs.len() * 2 * PANEL), stride);
             match (form.halves, form.offset) {
-                (false, false) => tiles::<1, false, false>(x, [panel], out, groups, add),
-                (false, true) => tiles::<1, false, true>(x, [panel], out, groups, add),
-                (true, false) => tiles::<1, true, false>(x, [panel], out, groups, add),
-                (true, true) => tiles::<1, true, true>(x, [panel], out, groups, add),
+                (false, false) => tiles::<1, false, false>(x, [panel], out, groups, add, ahead),
+                (false, true) => tiles::<1, false, true>(x, [panel], out, groups, add, ahead),
+                (true, false) => tiles::<1, true, false>(x, [panel], out, groups, add, ahead),
+                (true, true) => tiles::<1, true, true>(x, [panel], out, groups, add, ahead),
             }
         }
     }
@@ -57,24 +58,27 @@ unsafe fn tiles<const P: usize, const HALVES: bool, const OFFSET: bool>(
     (out, stride): Target,
     groups: usize,
     add: bool,
+    ahead: Ahead,
 ) {
     let count = x.len().div_ceil(ROWS);
+    let per_group = ahead.count().div_ceil(count * groups);
     let mut first = 0;
     for index in 0..count {
         let end = (index + 1) * x.len() / count;
         let rows = &x[first..end];
         // Behind the last rows the next panels begin with the first ones.
         let next = if end < x.len() { &x[end..] } else { x };
+        let ahead = (&ahead, index * groups * per_group, per_group);
         // SAFETY: rows of x and of the output, as the caller promised.
         unsafe {
             let out = (out.add(first * stride), stride);
             match rows.len() {
-                1 => tile::<P, 1, HALVES, OFFSET>((rows, next), panels, out, groups, add),
-                2 => tile::<P, 2, HALVES, OFFSET>((rows, next), panels, out, groups, add),
-                3 => tile::<P, 3, HALVES, OFFSET>((rows, next), panels, out, groups, add),
-                4 => tile::<P, 4, HALVES, OFFSET>((rows, next), panels, out, groups, add),
-                5 => tile::<P, 5, HALVES, OFFSET>((rows, next), panels, out, groups, add),
-                _ => tile::<P, 6, HALVES, OFFSET>((rows, next), panels, out, groups, add),
+                1 => tile::<P, 1, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
+                2 => tile::<P, 2, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
+                3 => tile::<P, 3, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
+                4 => tile::<P, 4, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
+                5 => tile::<P, 5, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
+                _ => tile::<P, 6, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
             }
         }
         first = end;
@@ -85,7 +89,8 @@ unsafe fn tiles<const P: usize, const HALVES: bool, const OFFSET: bool>(
 ///
 /// A step multiplies four columns: P loads of weights [PANEL][4], T broadcasts of activations, T · P
 /// vpdpbusd. A run ends with two multiply-adds for each of the T · P vectors, three with offsets. Meanwhile the
-/// codes of the rows that come `next` are asked for.
+/// codes of the rows that come `next` are asked for, and some lines of what is decoded later: `per_group` in a
+/// group, from `first` on.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
 unsafe fn tile<const P: usize, const T: usize, const HALVES: bool, const OFFSET: bool>(
@@ -94,6 +99,7 @@ unsafe fn tile<const P: usize, const T: usize, const HALVES: bool, const OFFSET:
     (out, stride): Target,
     groups: usize,
     add: bool,
+    (ahead, first, per_group): (&Ahead, usize, usize),
 ) {
     /// What a group's step of the loop asks for, so that all groups ask for all.
     const AHEAD: usize = Codes::HOT_BYTES / GROUPS;
@@ -113,6 +119,9 @@ unsafe fn tile<const P: usize, const T: usize, const HALVES: bool, const OFFSET:
         for g in 0..groups {
             for next in next {
                 _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(AHEAD * g));
+            }
+            for line in first + g * per_group..(first + (g + 1) * per_group).min(ahead.count()) {
+                _mm_prefetch::<_MM_HINT_T1>(ahead.line(line).cast());
             }
             for run in 0..runs {
                 let index = g * runs + run;

@@ -103,7 +103,7 @@ impl<const T: usize> Multiply<T> {
     fn next(&mut self) {
         for at in (0..self.step).step_by(64) {
             // SAFETY: a hint, harmless for any address.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.ahead.wrapping_add(at).cast()) };
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(self.ahead.wrapping_add(at).cast()) };
         }
         self.ahead = self.ahead.wrapping_add(self.step);
         self.group += 1;

@@ -4,6 +4,8 @@
 
 use std::arch::x86_64::*;
 
+use half::f16;
+
 use super::simd::Simd;
 
 /// 16 lanes.
@@ -24,6 +26,12 @@ impl Simd for Avx512 {
     unsafe fn load(from: *const f32) -> __m512 {
         // SAFETY: features as above; memory by the caller's promise.
         unsafe { _mm512_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_half(from: *const f16) -> __m512 {
+        // SAFETY: features as above; memory by the caller's promise.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
     }
 
     #[inline(always)]
@@ -140,6 +148,12 @@ impl Simd for Avx2 {
     unsafe fn load(from: *const f32) -> __m256 {
         // SAFETY: features as above; memory by the caller's promise.
         unsafe { _mm256_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_half(from: *const f16) -> __m256 {
+        // SAFETY: features as above; memory by the caller's promise.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
     }
 
     #[inline(always)]

@@ -39,6 +39,8 @@ struct State {
 struct Fake {
     pinned: *mut u8,
     pinned_len: usize,
+    /// Other memory it reaches.
+    home: Vec<u8>,
     state: Mutex<State>,
 }
 
@@ -60,7 +62,8 @@ impl Fake {
         };
         let pinned_len = pinned;
         let pinned = Box::leak(vec![0u8; pinned].into_boxed_slice()).as_mut_ptr();
-        Fake { pinned, pinned_len, state: Mutex::new(state) }
+        let home = (0..SLOTS as u8).flat_map(|value| [value; SLOT]).collect();
+        Fake { pinned, pinned_len, home, state: Mutex::new(state) }
     }
 
     fn push(&self, lane: Lane, op: Op) {
@@ -70,7 +73,7 @@ impl Fake {
     /// Does up to `steps` steps; fewer if neither queue can go on.
     fn work(&self, steps: usize) -> bool {
         let mut state = self.state.lock().unwrap();
-        (0..steps).all(|_| state.step(self.pinned))
+        (0..steps).all(|_| state.step())
     }
 }
 
@@ -89,7 +92,7 @@ impl State {
         }
     }
 
-    fn step(&mut self, pinned: *const u8) -> bool {
+    fn step(&mut self) -> bool {
         let first = match self.haste {
             Haste::Compute => 0,
             Haste::Copy => 1,
@@ -102,7 +105,7 @@ impl State {
             Op::Follow(_) => {}
             Op::Copy(from, to) => {
                 // SAFETY: inside pinned memory; if somebody writes it meanwhile, that is what the test is to find.
-                let bytes = unsafe { std::slice::from_raw_parts(pinned.add(*from), to.len()) };
+                let bytes = unsafe { std::slice::from_raw_parts(*from as *const u8, to.len()) };
                 self.memory[to.clone()].copy_from_slice(bytes);
             }
             Op::Read(expected) => {
@@ -120,6 +123,10 @@ impl State {
 
 impl Lanes for Fake {
     type Mark = usize;
+
+    fn reaches(&self, bytes: &[u8]) -> bool {
+        self.home.as_ptr_range().contains(&bytes.as_ptr())
+    }
 
     fn pinned(&self) -> (*mut u8, usize) {
         (self.pinned, self.pinned_len)
@@ -235,6 +242,22 @@ fn neighbours_are_copied_together() {
     assert_eq!(rows(&[10, 40, 90, 140, 200], 20), [(10, 2, 30), (90, 2, 50), (200, 1, 20)]);
     assert_eq!(rows(&[10], 20), [(10, 1, 20)]);
     assert_eq!(rows(&[], 20), []);
+}
+
+#[test]
+fn bytes_within_reach_are_copied_from_where_they_are() {
+    let arena = Arena::new(Fake::new(SLOTS * SLOT, PINNED, Haste::Random, 3), SLOTS * SLOT);
+    let own = vec![77; SLOT];
+    let (targets, sources): (Vec<_>, Vec<_>) =
+        [9, 4, 5, 6, 2].map(|index| (slot(index), &arena.lanes().home[slot(index - 1)])).into_iter().unzip();
+    // SAFETY: no wave names these slots.
+    unsafe {
+        arena.write_from(&targets, &sources).unwrap();
+        arena.write_from(&[slot(0)], &[&own]).unwrap();
+    }
+    read(&arena, &[(slot(9), 8), (slot(4), 3), (slot(5), 4), (slot(6), 5), (slot(2), 1), (slot(0), 77)]);
+    while arena.lanes().work(1) {}
+    assert_eq!(arena.lanes().state.lock().unwrap().reads, 1);
 }
 
 #[test]

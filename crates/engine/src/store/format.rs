@@ -10,12 +10,14 @@
 //! - segment: [attention layer][key, value][kv head][SEGMENT][head_dim] numbers of the KV type.
 
 use std::io::{Read, Write};
+use std::sync::Arc;
 
-use model::state::SnapshotShape;
+use model::state::host::Page;
+use model::state::{PAGE, SnapshotShape};
 use model::{KvType, Snapshot};
 use sha2::{Digest, Sha256};
 
-/// Positions of a segment.
+/// Positions of a segment: whole pages.
 pub(crate) const SEGMENT: usize = 1024;
 /// Longest session that is believed: a context nobody has.
 const LONGEST: usize = 1 << 24;
@@ -149,16 +151,28 @@ impl Head {
         }
         let (recurrent, tail) = body.split_at(4 * self.shape.slot_len());
         let number = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().expect("four bytes"));
-        let recurrent = recurrent.chunks_exact(4).map(number).collect();
-        let (row, heads) = (row(&self.shape), heads(&self.shape));
-        let mut kv = Vec::with_capacity(self.tokens.len() * row * heads);
-        for head in 0..heads {
-            for part in segments.iter().map(Vec::as_slice).chain([tail]) {
-                let len = part.len() / heads;
-                kv.extend_from_slice(&part[head * len..(head + 1) * len]);
-            }
+        let recurrent = Arc::new(recurrent.chunks_exact(4).map(number).collect());
+        let mut pages = Vec::new();
+        for part in segments.iter().map(Vec::as_slice).chain([tail]) {
+            self.append_pages(part, &mut pages);
         }
-        Ok(Snapshot { shape: self.shape, position: self.tokens.len(), recurrent, kv })
+        let pages = pages.into_iter().map(Arc::new).collect();
+        Ok(Snapshot { shape: self.shape, position: self.tokens.len(), recurrent, pages })
+    }
+
+    /// Pages with the keys and values of a segment or of the rest: [layer, side, head][position][head_dim].
+    fn append_pages(&self, part: &[u8], pages: &mut Vec<Page>) {
+        let (row, heads) = (row(&self.shape), heads(&self.shape));
+        let positions = part.len() / (row * heads).max(1);
+        for first in (0..positions).step_by(PAGE) {
+            let mut page = Page::new(&self.shape);
+            let count = PAGE.min(positions - first);
+            for head in 0..heads {
+                let start = (head * positions + first) * row;
+                page.write_bytes(head * PAGE * self.shape.head_dim, &part[start..start + count * row]);
+            }
+            pages.push(page);
+        }
     }
 }
 
@@ -174,12 +188,9 @@ pub(crate) fn segment_bytes(shape: &SnapshotShape) -> usize {
 
 /// Keys and values of some positions: [layer, side, head][position][head_dim].
 fn positions(snapshot: &Snapshot, range: std::ops::Range<usize>) -> Vec<u8> {
-    let row = row(&snapshot.shape);
-    let of_head = |head: usize| {
-        let start = head * snapshot.position;
-        &snapshot.kv[(start + range.start) * row..(start + range.end) * row]
-    };
-    (0..heads(&snapshot.shape)).flat_map(|head| of_head(head).iter().copied()).collect()
+    let mut out = Vec::with_capacity(range.len() * row(&snapshot.shape) * heads(&snapshot.shape));
+    (0..heads(&snapshot.shape)).for_each(|head| snapshot.append_rows(head, range.clone(), &mut out));
+    out
 }
 
 /// Bytes of one head at one position.

@@ -1,9 +1,13 @@
 //! Sequence state in host memory, for backends that compute there.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use half::f16;
 
 use super::{KvType, OpenPass, PAGE, PageId, SequenceId, SequenceTable, SlotId, Snapshot, SnapshotShape};
 use crate::error::Result;
+use crate::pages::prefer_huge_pages;
 use crate::pass::Pass;
 use crate::spec::Spec;
 
@@ -14,6 +18,66 @@ pub enum Page {
     F16(Box<[f16]>),
     /// Single precision.
     F32(Box<[f32]>),
+}
+
+impl Page {
+    /// A page of zeros.
+    pub fn new(shape: &SnapshotShape) -> Page {
+        let len = PAGE * shape.position_len();
+        match shape.kv {
+            KvType::F16 => Page::F16(zeros(len, f16::ZERO).into_boxed_slice()),
+            KvType::F32 => Page::F32(zeros(len, 0.0).into_boxed_slice()),
+        }
+    }
+
+    /// How its numbers are stored.
+    pub fn kv(&self) -> KvType {
+        match self {
+            Page::F16(_) => KvType::F16,
+            Page::F32(_) => KvType::F32,
+        }
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        match self {
+            Page::F16(data) => data.len(),
+            Page::F32(data) => data.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Appends some of its numbers to `out`, little-endian.
+    ///
+    /// # Panics
+    /// If there are not that many.
+    pub fn append_bytes(&self, range: Range<usize>, out: &mut Vec<u8>) {
+        match self {
+            Page::F16(data) => out.extend(data[range].iter().flat_map(|x| x.to_le_bytes())),
+            Page::F32(data) => out.extend(data[range].iter().flat_map(|x| x.to_le_bytes())),
+        }
+    }
+
+    /// Replaces numbers from number `at` on by those in `bytes`, little-endian.
+    ///
+    /// # Panics
+    /// If they are more than there is room for.
+    pub fn write_bytes(&mut self, at: usize, bytes: &[u8]) {
+        match self {
+            Page::F16(data) => {
+                let numbers = bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]));
+                data[at..at + bytes.len() / 2].iter_mut().zip(numbers).for_each(|(x, new)| *x = new);
+            }
+            Page::F32(data) => {
+                let numbers = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+                data[at..at + bytes.len() / 4].iter_mut().zip(numbers).for_each(|(x, new)| *x = new);
+            }
+        }
+    }
 }
 
 /// The numbers of one head in one page, position-major: [PAGE][head_dim].
@@ -34,13 +98,27 @@ pub enum Side {
     Value = 1,
 }
 
+/// `len` times `zero`, in huge pages where the system has them: states are read from one end to the other for every token.
+fn zeros<T: Copy>(len: usize, zero: T) -> Vec<T> {
+    let mut zeros = Vec::with_capacity(len);
+    prefer_huge_pages(zeros.spare_capacity_mut());
+    zeros.resize(len, zero);
+    zeros
+}
+
+/// Memory behind pages and slots that nobody holds any more, kept for the next passes.
+const SPARE_PAGES: usize = 16;
+/// As [`SPARE_PAGES`], for slots.
+const SPARE_SLOTS: usize = 4;
+
 /// Books and memory of all sequences.
 #[derive(Debug)]
 pub struct HostState {
     shape: SnapshotShape,
     table: SequenceTable,
-    pages: Vec<Option<Page>>,
-    slots: Vec<Option<Box<[f32]>>>,
+    /// Shared with snapshots.
+    pages: Vec<Option<Arc<Page>>>,
+    slots: Vec<Option<Arc<Vec<f32>>>>,
 }
 
 impl HostState {
@@ -72,15 +150,42 @@ impl HostState {
     /// As [`SequenceTable::open`].
     pub fn open(&mut self, pass: &Pass) -> Result<OpenPass> {
         let open = self.table.open(pass)?;
+        self.make_room(&open);
+        for &(from, to) in &open.copies {
+            let copy = self.pages[from.0 as usize].as_deref().expect("backed").clone();
+            put(&mut self.pages, to.0, Arc::new(copy));
+        }
         for run in &open.runs {
             run.pages.iter().for_each(|&page| self.back_page(page));
             self.back_slot(run.to);
             run.snapshots.iter().for_each(|&(_, slot)| self.back_slot(slot));
         }
-        for &(from, to) in &open.copies {
-            self.pages[to.0 as usize] = self.pages[from.0 as usize].clone();
-        }
         Ok(open)
+    }
+
+    /// Bytes of memory behind pages and slots, those that snapshots share among them.
+    pub fn bytes(&self) -> usize {
+        let pages = self.pages.iter().flatten().count() * PAGE * self.shape.position_len();
+        pages * self.shape.kv.bytes() + self.slots.iter().flatten().count() * self.shape.slot_len() * 4
+    }
+
+    /// Gives memory behind unused pages back when slots need new memory, and the other way round: what a budget for
+    /// both allows is not taken twice.
+    fn make_room(&mut self, open: &OpenPass) {
+        let lacks_page =
+            open.runs.iter().flat_map(|run| &run.pages).any(|page| !is_backed(&self.pages, page.0));
+        let slots = |run: &super::OpenRun| {
+            let snapshots: Vec<SlotId> = run.snapshots.iter().map(|&(_, slot)| slot).collect();
+            [vec![run.to], snapshots].concat()
+        };
+        let lacks_slot = open.runs.iter().flat_map(slots).any(|slot| !is_backed(&self.slots, slot.0));
+        let (pages, slots) = self.table.unused();
+        if lacks_page {
+            release(&mut self.slots, slots, SPARE_SLOTS);
+        }
+        if lacks_slot {
+            release(&mut self.pages, pages, SPARE_PAGES);
+        }
     }
 
     /// The recurrent state of DeltaNet layer number `delta_layer` (counted among DeltaNet layers) in a
@@ -93,38 +198,38 @@ impl HostState {
     /// As [`HostState::recurrent`], to write.
     pub fn recurrent_mut(&mut self, slot: SlotId, delta_layer: usize) -> (&mut [f32], &mut [f32]) {
         let (layer, window) = (self.layer_range(delta_layer), self.shape.window);
-        self.slots[slot.0 as usize].as_mut().expect("backed")[layer].split_at_mut(window)
+        written(&mut self.slots[slot.0 as usize])[layer].split_at_mut(window)
     }
 
     /// Copies the state of one DeltaNet layer from one slot to another; `None` is all zeros.
     pub fn copy_recurrent(&mut self, from: Option<SlotId>, to: SlotId, delta_layer: usize) {
         let layer = self.layer_range(delta_layer);
         let Some(from) = from else {
-            self.slots[to.0 as usize].as_mut().expect("backed")[layer].fill(0.0);
+            written(&mut self.slots[to.0 as usize])[layer].fill(0.0);
             return;
         };
         let (from, to) = (from.0 as usize, to.0 as usize);
         let [from, to] = self.slots.get_disjoint_mut([from, to]).expect("a pass writes a slot of its own");
         let from = from.as_ref().expect("backed");
-        to.as_mut().expect("backed")[layer.clone()].copy_from_slice(&from[layer]);
+        written(to)[layer.clone()].copy_from_slice(&from[layer]);
     }
 
     /// Keys or values of one head in one page.
     pub fn rows(&self, page: PageId, attention_layer: usize, side: Side, head: usize) -> Rows<'_> {
         let range = self.head_range(attention_layer, side, head);
-        match self.pages[page.0 as usize].as_ref().expect("backed") {
+        match self.pages[page.0 as usize].as_deref().expect("backed") {
             Page::F16(data) => Rows::F16(&data[range]),
             Page::F32(data) => Rows::F32(&data[range]),
         }
     }
 
     /// A page to write, for backends that store rows from several threads; [`HostState::head_range`] says
-    /// what lies where.
+    /// what lies where. Copied first if a snapshot shares it.
     ///
     /// # Panics
     /// If the page has no memory; those of an open pass have.
     pub fn page_mut(&mut self, page: PageId) -> &mut Page {
-        self.pages[page.0 as usize].as_mut().expect("backed")
+        Arc::make_mut(self.pages[page.0 as usize].as_mut().expect("backed"))
     }
 
     /// Stores the key or value of one position, rounded to the KV type.
@@ -136,7 +241,7 @@ impl HostState {
         row: &[f32],
     ) {
         let start = self.head_range(attention_layer, side, head).start + position % PAGE * row.len();
-        match self.pages[pages[position / PAGE].0 as usize].as_mut().expect("backed") {
+        match self.page_mut(pages[position / PAGE]) {
             Page::F16(data) => {
                 let out = data[start..start + row.len()].iter_mut();
                 out.zip(row).for_each(|(out, &x)| *out = f16::from_f32(x));
@@ -145,28 +250,18 @@ impl HostState {
         }
     }
 
-    /// Copies a sequence's state out.
+    /// A sequence's state, shared: nothing is copied.
     ///
     /// # Errors
     /// [`crate::Error::NoSequence`].
     pub fn snapshot(&self, id: SequenceId) -> Result<Snapshot> {
         let (position, pages, slot) = self.table.parts(id)?;
-        let recurrent =
-            slot.map_or(Vec::new(), |slot| self.slots[slot.0 as usize].as_ref().expect("backed").to_vec());
-        let mut kv = Vec::with_capacity(position * self.shape.position_len() * self.shape.kv.bytes());
-        for (layer, side, head) in self.heads() {
-            for (i, &page) in pages.iter().enumerate() {
-                let len = (position - i * PAGE).min(PAGE) * self.shape.head_dim;
-                match self.rows(page, layer, side, head) {
-                    Rows::F16(row) => kv.extend(row[..len].iter().flat_map(|x| x.to_le_bytes())),
-                    Rows::F32(row) => kv.extend(row[..len].iter().flat_map(|x| x.to_le_bytes())),
-                }
-            }
-        }
-        Ok(Snapshot { shape: self.shape, position, recurrent, kv })
+        let recurrent = slot.map(|slot| self.slots[slot.0 as usize].clone().expect("backed"));
+        let pages = pages.iter().map(|page| self.pages[page.0 as usize].clone().expect("backed")).collect();
+        Ok(Snapshot { shape: self.shape, position, recurrent: recurrent.unwrap_or_default(), pages })
     }
 
-    /// A new sequence in the state of `snapshot`.
+    /// A new sequence in the state of `snapshot`, which it shares.
     ///
     /// # Errors
     /// [`crate::Error::Snapshot`] if it does not belong here, [`crate::Error::ContextFull`].
@@ -174,70 +269,64 @@ impl HostState {
         snapshot.check(&self.shape)?;
         let id = self.table.restore(snapshot.position)?;
         let (_, pages, slot) = self.table.parts(id)?;
-        let pages = pages.to_vec();
         if let Some(slot) = slot {
-            self.back_slot(slot);
-            self.slots[slot.0 as usize].as_mut().expect("backed").copy_from_slice(&snapshot.recurrent);
+            put(&mut self.slots, slot.0, snapshot.recurrent.clone());
         }
-        pages.iter().for_each(|&page| self.back_page(page));
-        let row_bytes = self.shape.head_dim * self.shape.kv.bytes();
-        let mut rows = snapshot.kv.chunks_exact(row_bytes.max(1));
-        for (layer, side, head) in self.heads() {
-            for position in 0..snapshot.position {
-                let row = decode_row(rows.next().expect("length was checked"), self.shape.kv);
-                self.store(&pages, position, (layer, side, head), &row);
-            }
+        for (page, shared) in pages.iter().zip(&snapshot.pages) {
+            put(&mut self.pages, page.0, shared.clone());
         }
         Ok(id)
     }
 
-    fn heads(&self) -> impl Iterator<Item = (usize, Side, usize)> + use<> {
-        let (layers, heads) = (self.shape.attention_layers, self.shape.kv_heads);
-        (0..layers).flat_map(move |layer| {
-            [Side::Key, Side::Value]
-                .into_iter()
-                .flat_map(move |side| (0..heads).map(move |head| (layer, side, head)))
-        })
-    }
-
-    fn layer_range(&self, delta_layer: usize) -> std::ops::Range<usize> {
+    fn layer_range(&self, delta_layer: usize) -> Range<usize> {
         let len = self.shape.window + self.shape.state;
         delta_layer * len..(delta_layer + 1) * len
     }
 
     /// Where in a page the numbers of one head lie, position-major: [PAGE][head_dim].
-    pub fn head_range(&self, attention_layer: usize, side: Side, head: usize) -> std::ops::Range<usize> {
+    pub fn head_range(&self, attention_layer: usize, side: Side, head: usize) -> Range<usize> {
         let len = PAGE * self.shape.head_dim;
         let index = (attention_layer * 2 + side as usize) * self.shape.kv_heads + head;
         index * len..(index + 1) * len
     }
 
     fn back_page(&mut self, page: PageId) {
-        let len = PAGE * self.shape.position_len();
-        let kv = self.shape.kv;
-        back(&mut self.pages, page.0, || match kv {
-            KvType::F16 => Page::F16(vec![f16::ZERO; len].into_boxed_slice()),
-            KvType::F32 => Page::F32(vec![0.0; len].into_boxed_slice()),
-        });
+        if !is_backed(&self.pages, page.0) {
+            put(&mut self.pages, page.0, Arc::new(Page::new(&self.shape)));
+        }
     }
 
+    /// Memory of its own behind a slot that is going to be written.
     fn back_slot(&mut self, slot: SlotId) {
-        let len = self.shape.slot_len();
-        back(&mut self.slots, slot.0, || vec![0.0; len].into_boxed_slice());
+        let own = self.slots.get_mut(slot.0 as usize).and_then(Option::as_mut).and_then(Arc::get_mut);
+        if own.is_none() {
+            put(&mut self.slots, slot.0, Arc::new(zeros(self.shape.slot_len(), 0.0)));
+        }
     }
 }
 
-fn back<T>(memory: &mut Vec<Option<T>>, id: u32, make: impl FnOnce() -> T) {
+/// A slot that an open pass writes: it was given memory of its own.
+fn written(slot: &mut Option<Arc<Vec<f32>>>) -> &mut [f32] {
+    slot.as_mut().and_then(Arc::get_mut).expect("slots of an open pass are nobody else's")
+}
+
+fn is_backed<T>(memory: &[Option<T>], id: u32) -> bool {
+    memory.get(id as usize).is_some_and(Option::is_some)
+}
+
+fn put<T>(memory: &mut Vec<Option<T>>, id: u32, new: T) {
     let index = id as usize;
     if memory.len() <= index {
         memory.resize_with(index + 1, || None);
     }
-    memory[index].get_or_insert_with(make);
+    memory[index] = Some(new);
 }
 
-fn decode_row(bytes: &[u8], kv: KvType) -> Vec<f32> {
-    match kv {
-        KvType::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
-        KvType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+/// Gives the memory behind `unused` ids back, but for a few: those that are handed out next.
+fn release<T>(memory: &mut [Option<T>], unused: &[u32], spare: usize) {
+    for &id in &unused[..unused.len().saturating_sub(spare)] {
+        if let Some(memory) = memory.get_mut(id as usize) {
+            *memory = None;
+        }
     }
 }

@@ -21,6 +21,11 @@ impl Pool {
         self.references.len() - self.free.len()
     }
 
+    /// Ids that nobody holds, those handed out next at the end.
+    pub(super) fn unused(&self) -> &[u32] {
+        &self.free
+    }
+
     pub(super) fn left(&self) -> usize {
         self.capacity - self.in_use()
     }

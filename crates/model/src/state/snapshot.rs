@@ -1,6 +1,10 @@
 //! A sequence's state on the host, in a layout every backend understands.
 
-use super::KvType;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::host::Page;
+use super::{KvType, PAGE};
 use crate::error::{Error, Result};
 use crate::spec::Spec;
 
@@ -48,8 +52,9 @@ impl SnapshotShape {
     }
 }
 
-/// The state of a sequence, copied to the host.
-#[derive(Clone, Debug, PartialEq)]
+/// The state of a sequence on the host. Its parts are shared, with other snapshots and with the sequence itself where that
+/// lives on the host: taking one copies nothing, and whoever writes on copies what it changes.
+#[derive(Clone, Debug)]
 pub struct Snapshot {
     /// The dimensions.
     pub shape: SnapshotShape,
@@ -57,9 +62,9 @@ pub struct Snapshot {
     pub position: usize,
     /// For each DeltaNet layer: window [taps − 1][channels], oldest first, then state
     /// [value_heads][key_dim][value_dim]. Empty at position 0.
-    pub recurrent: Vec<f32>,
-    /// [attention layer][key, value][kv head][position][head_dim], little-endian numbers of the KV type.
-    pub kv: Vec<u8>,
+    pub recurrent: Arc<Vec<f32>>,
+    /// Keys and values of [`PAGE`] positions each; what lies behind `position` in the last one means nothing.
+    pub pages: Vec<Arc<Page>>,
 }
 
 impl Snapshot {
@@ -72,16 +77,56 @@ impl Snapshot {
             return Err(Error::Snapshot(format!("it was made for {:?}, the model is {shape:?}", self.shape)));
         }
         let recurrent = if self.position == 0 { 0 } else { shape.slot_len() };
-        let kv =
-            shape.position_len().checked_mul(shape.kv.bytes()).and_then(|n| n.checked_mul(self.position));
-        if self.recurrent.len() != recurrent || Some(self.kv.len()) != kv {
+        let numbers = PAGE * shape.position_len();
+        let whole = |page: &Arc<Page>| page.kv() == shape.kv && page.len() == numbers;
+        let pages = self.pages.len() == self.position.div_ceil(PAGE) && self.pages.iter().all(whole);
+        if self.recurrent.len() != recurrent || !pages {
             return Err(Error::Snapshot(format!(
-                "{} numbers and {} bytes do not make {} positions",
+                "{} numbers and {} pages do not make {} positions",
                 self.recurrent.len(),
-                self.kv.len(),
+                self.pages.len(),
                 self.position
             )));
         }
         Ok(())
+    }
+
+    /// Appends keys or values of one head (counted over [attention layer][key, value][kv head]) at some positions to
+    /// `out`, as little-endian numbers of the KV type.
+    ///
+    /// # Panics
+    /// If there are no such head or positions.
+    pub fn append_rows(&self, head: usize, positions: Range<usize>, out: &mut Vec<u8>) {
+        let dim = self.shape.head_dim;
+        let mut at = positions.start;
+        while at < positions.end {
+            let end = positions.end.min((at / PAGE + 1) * PAGE);
+            let start = (head * PAGE + at % PAGE) * dim;
+            self.pages[at / PAGE].append_bytes(start..start + (end - at) * dim, out);
+            at = end;
+        }
+    }
+
+    /// Bytes of the numbers, wherever they are shared.
+    pub fn bytes(&self) -> usize {
+        let pages: usize = self.pages.iter().map(|page| page.len() * page.kv().bytes()).sum();
+        size_of_val(&self.recurrent[..]) + pages
+    }
+}
+
+impl PartialEq for Snapshot {
+    /// The same numbers, to the bit where they are keys and values.
+    fn eq(&self, other: &Snapshot) -> bool {
+        let rows = |snapshot: &Snapshot, head| {
+            let mut out = Vec::new();
+            snapshot.append_rows(head, 0..snapshot.position, &mut out);
+            out
+        };
+        let heads = self.shape.attention_layers * 2 * self.shape.kv_heads;
+        self.shape == other.shape
+            && self.position == other.position
+            && self.recurrent == other.recurrent
+            && self.pages.len() == other.pages.len()
+            && (0..heads).all(|head| rows(self, head) == rows(other, head))
     }
 }

@@ -83,6 +83,16 @@ impl Types {
         self.string && *self == Types { string: true, null: self.null, ..Types::default() }
     }
 
+    /// Whether what is written between tags is a string, whatever it is.
+    pub(super) fn is_text(&self) -> bool {
+        self.is_unknown() || (self.only_strings() && !self.null)
+    }
+
+    /// Whether a value may be a string, as far as the schema says.
+    pub(super) fn may_be_text(&self) -> bool {
+        self.string || self.is_unknown()
+    }
+
     /// Whether a value that is no string has one of these types.
     fn allows(&self, value: &Json) -> bool {
         match value {

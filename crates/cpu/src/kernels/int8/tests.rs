@@ -107,7 +107,7 @@ fn products_of_the_extremes_of_every_type() {
                     let mut out = vec![0.37; rows * stride];
                     let to = (out.as_mut_ptr(), stride);
                     // SAFETY: `groups` groups at every start; room for the products of both panels.
-                    unsafe { kernel(&starts, &[&panel, &panel], to, (groups, form), add) };
+                    unsafe { kernel(&starts, &[&panel, &panel], to, (groups, form), add, Ahead::NONE) };
                     out.iter().map(|x| x.to_bits()).collect::<Vec<u32>>()
                 };
                 let expected = run(product);
