@@ -29,7 +29,7 @@ DEVICE void choose(const float *logits, int experts, int used, u32 *keys, u32 *i
         if (key == 0) id = i, x = __int_as_float(0x7fffffff);
         if (i == 0) most = x;
         if (i == lane) own = id, logit = x;
-        if (id == place && key > 0) {
+        if (id == place && key > 0 && best == key) {
             keys[id] = 0, best = 0;
 #pragma unroll 16
             for (int e = lane; e < experts; e += 32) {
