@@ -144,6 +144,10 @@ impl Constraint for Grammar {
     }
 
     fn commit(&mut self, token: u32) -> Result<(), String> {
+        if self.0.is_stopped() && self.0.stop_reason().is_ok() {
+            // The grammar has come to its end: the token is one of those that end the answer.
+            return Ok(());
+        }
         self.0.consume_token(token).map_err(|error| said(&error.to_string()))
     }
 
