@@ -91,7 +91,7 @@ pub(crate) fn table_bytes(ty: Type) -> usize {
 /// Bytes of shared memory of `bytes` bytes of a row (`window` and `WINDOW` of the kernels): whole words of 16, an odd number
 /// of them.
 pub(crate) fn few_window(bytes: usize) -> usize {
-    ((bytes + 30) / 16 | 1) * 16
+    (((bytes + 30) / 16) | 1) * 16
 }
 
 /// Stages of the products of many rows with blocks of `ty`, and their shared memory in all. `None` for plain numbers,
