@@ -33,7 +33,7 @@ pub struct CacheArgs {
     pub pin: Pin,
     /// Prefer experts that are in the cache while generating: X is added to their router logits. Fewer are read,
     /// but answers change, and depend on what the cache holds [default: off].
-    #[arg(long, value_name = "X", value_parser = parse_bias)]
+    #[arg(long, value_name = "X", value_parser = parse_bias, allow_negative_numbers = true)]
     pub route_bias: Option<f32>,
     /// A routing trace to be replayed, for a cache of so many bytes [that of the plan].
     #[arg(skip)]

@@ -110,7 +110,7 @@ fn chunks_grow_until_reading_is_hidden() {
     assert_eq!(hopeless.chunk, 16_384);
     assert!(hopeless.chunk_reason.contains("reading decides"), "{}", hopeless.chunk_reason);
     let rates = [fast, slow, hopeless].map(|plan| plan.expected.ingestion.unwrap());
-    assert!(rates[0] >= rates[1] && rates[1] > rates[2], "{rates:?}");
+    assert!((rates[0] / rates[1] - 1.0).abs() < 0.05 && rates[1] > 10.0 * rates[2], "{rates:?}");
 }
 
 #[test]
