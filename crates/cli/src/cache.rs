@@ -197,6 +197,9 @@ fn unforced(
 ) -> Result<(Box<dyn ExpertSource + Send>, Option<Monitor>), Failure> {
     let plan = &planned.plan;
     let budget = match plan.cache {
+        Cache::Mapped if backend.enqueues() => {
+            return Ok((Box::new(MappedExperts::new(model).in_whole_layers()), None));
+        }
         Cache::Mapped => return Ok((Box::new(MappedExperts::new(model)), None)),
         Cache::Slots(bytes) if bytes >= plan.experts => None,
         Cache::Slots(bytes) => Some(bytes),

@@ -71,7 +71,9 @@ fn experts_counts_every_choice_and_simulates_caches() {
 
 #[test]
 fn preferring_cached_experts_is_said_and_off_by_default() {
-    let args = ["experts", &pocket(), "-f", &text(), "--steps", "60", "--cache", "1500KiB", "--json"];
+    let args = ["experts", &pocket(), "-f", &text(), "--steps", "60", "--json"];
+    // What a wrong guess of the look-ahead reads would count too.
+    let args = [&args[..], &["--cache", "3500KiB", "--look-ahead", "off"]].concat();
     let with = |bias: &[&str]| {
         let output = redlite(&[&args[..], bias].concat());
         let value: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();

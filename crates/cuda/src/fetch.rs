@@ -279,7 +279,7 @@ pub struct Fetching<S> {
 impl<S: ExpertSource> Fetching<S> {
     /// A source for `model` whose passes of at most `rows` rows are left to the GPU.
     pub fn new(model: &Model, inner: S, rows: usize) -> Fetching<S> {
-        Fetching { inner, all: MappedExperts::new(model), rows, by_inner: false }
+        Fetching { inner, all: MappedExperts::new(model).in_whole_layers(), rows, by_inner: false }
     }
 }
 

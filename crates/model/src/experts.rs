@@ -88,13 +88,21 @@ impl Wave {
 #[derive(Clone, Debug)]
 pub struct MappedExperts {
     layers: Vec<Arc<[PlacedExpert]>>,
+    /// Whether a layer is always one wave.
+    whole: bool,
 }
 
 impl MappedExperts {
     /// All experts of `model`.
     pub fn new(model: &Model) -> MappedExperts {
         let layers = (0..model.spec.layers.len()).map(|layer| model.mapped_experts(layer).into()).collect();
-        MappedExperts { layers }
+        MappedExperts { layers, whole: false }
+    }
+
+    /// The same for a backend whose calls only enqueue: nobody waits for the end of one, so large passes need no
+    /// turns inside a layer, and fewer experts at a time would only leave it less to do at once.
+    pub fn in_whole_layers(self) -> MappedExperts {
+        MappedExperts { whole: true, ..self }
     }
 }
 
@@ -104,7 +112,8 @@ impl ExpertSource for MappedExperts {
     }
 
     fn wave(&mut self, call: &LayerCall, from: u32) -> Result<Wave> {
-        Ok(Wave::of_layer(&self.layers[call.layer], call.rows, from))
+        let rows = if self.whole { 0 } else { call.rows };
+        Ok(Wave::of_layer(&self.layers[call.layer], rows, from))
     }
 }
 
@@ -117,9 +126,14 @@ mod tests {
     fn large_passes_compute_a_layer_in_several_waves() {
         let slot = Slot { arena: 0, gate: 0, up: 0, down: 0 };
         let all: Arc<[PlacedExpert]> = (0..10).map(|expert| PlacedExpert { expert, slot }).collect();
-        for (rows, count) in
-            [(1, 1), (TOGETHER, 1), (TOGETHER + 1, 2), (3 * TOGETHER, 3), (100 * TOGETHER, 10)]
-        {
+        for (rows, count) in [
+            (1, 1),
+            (TOGETHER, 1),
+            (TOGETHER + 1, 1),
+            (2 * TOGETHER, 2),
+            (3 * TOGETHER, 3),
+            (100 * TOGETHER, 10),
+        ] {
             let (mut from, mut seen, mut waves) = (0, Vec::new(), 0);
             loop {
                 let wave = Wave::of_layer(&all, rows, from);

@@ -13,6 +13,9 @@ use crate::service::Service;
 const FORMAT: &str = "response_format";
 const CHOICE: &str = "tool_choice";
 
+/// Most calls of an answer that has to call: small models would go on until their tokens are used up.
+const CALLS: usize = 8;
+
 /// Whether an answer may, must or must not call tools.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Choice {
@@ -165,7 +168,7 @@ fn calls(tools: &Tools, notation: CallFormat) -> Result<String, ApiError> {
         ApiError::field("tools", format!("{at} {}", bad.what))
     })?;
     let single = tools.single || matches!(tools.choice, Choice::Named(_));
-    let more = if single { "" } else { " (\"\\n\" call)*" };
+    let more = if single { String::new() } else { format!(" (\"\\n\" call){{0,{}}}", CALLS - 1) };
     Ok(format!("{rules}calls: call{more}\n"))
 }
 

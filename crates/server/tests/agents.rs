@@ -93,11 +93,10 @@ fn check(name: &str, chat: bool, whole: &Json, chunks: &[Json]) {
         assert_eq!(count("total_tokens"), count("prompt_tokens") + count("completion_tokens"), "{name}");
         assert!(usage["prompt_tokens_details"]["cached_tokens"].is_u64(), "{name}");
     }
-    if chat {
-        assert!(
-            usages[0]["prompt_tokens_details"]["cached_tokens"].as_u64() > Some(0),
-            "{name}: read before"
-        );
+    // Checkpoints lie on a grid of 64.
+    if chat && usages[0]["prompt_tokens"].as_u64() > Some(64) {
+        let cached = &usages[0]["prompt_tokens_details"]["cached_tokens"];
+        assert!(cached.as_u64() > Some(0), "{name}: read before");
     }
 }
 
@@ -258,7 +257,8 @@ async fn a_session_with_tools_is_read_once() {
             let answer = server.chat(&body).await;
             let usage = &answer["usage"];
             let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
-            assert!(cached >= before, "{file}, turn {turn}: {cached} of {before}");
+            // What was written comes back as the template writes it, perhaps from the last checkpoint on.
+            assert!(cached + 64 > before, "{file}, turn {turn}: {cached} of {before}");
             before = usage["prompt_tokens"].as_u64().unwrap();
             let message = answer["choices"][0]["message"].clone();
             let call = message["tool_calls"][0]["id"].as_str().map(str::to_owned);

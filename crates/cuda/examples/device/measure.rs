@@ -33,7 +33,7 @@ pub fn run(path: &Path, lengths: &[&str]) -> ExitCode {
         cuda.capabilities().variant,
         start.elapsed().as_secs_f64()
     );
-    let mut bench = Bench { experts: MappedExperts::new(&model), model, cuda };
+    let mut bench = Bench { experts: MappedExperts::new(&model).in_whole_layers(), model, cuda };
     for length in lengths {
         bench.prompt(length);
         bench.decode(length, 1);
