@@ -56,7 +56,9 @@ mod kernels {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
     unsafe fn numbers_512(x: &[*const f32], w: *const f32, k: usize, out: *mut f32) {
         // SAFETY: the caller's promise.
-        unsafe { product::dot_form::<x86::Avx512, f32>(x, (w, k), (int8::PANEL, k), (out, int8::PANEL), true) }
+        unsafe {
+            product::dot_form::<x86::Avx512, f32>(x, (w, k), (int8::PANEL, k), (out, int8::PANEL), true)
+        }
     }
 }
 
