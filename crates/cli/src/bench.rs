@@ -192,21 +192,24 @@ impl<'a> Bench<'a> {
         if self.monitor.is_none() || self.plan.streamed > 0 {
             return Ok(());
         }
-        let ids = random_ids(!self.args.seed, FILLING.min(self.plan.limits.positions), self.model.spec.vocab);
-        let mut session = self.engine.open();
-        let mut request =
-            Request { logits: LogitRows::None, cancel: self.cancel.clone(), ..Request::default() };
-        let result = self.engine.ingest(&mut session, &ids, &mut request);
-        self.engine.close(session);
-        Ok(result.map(|_| ())?)
+        let tokens = FILLING.min(self.plan.limits.positions);
+        let base = std::mem::replace(&mut self.base, self.engine.open());
+        let result = self.read_unmeasured(tokens, "filling");
+        self.engine.close(std::mem::replace(&mut self.base, base));
+        result
     }
 
     fn read_depth(&mut self) -> Result<(), Failure> {
         if self.args.depth == 0 {
             return Ok(());
         }
-        let bar = Bar::tokens("depth", self.args.depth, self.args.json);
-        let ids = random_ids(!self.args.seed, self.args.depth, self.model.spec.vocab);
+        self.read_unmeasured(self.args.depth, "depth")
+    }
+
+    /// Appends so many random tokens to the base, which are not those of any measurement.
+    fn read_unmeasured(&mut self, tokens: usize, what: &'static str) -> Result<(), Failure> {
+        let bar = Bar::tokens(what, tokens, self.args.json);
+        let ids = random_ids(!self.args.seed, tokens, self.model.spec.vocab);
         let mut progress = |done: f64, _| bar.set(done as u64);
         let mut request = Request {
             logits: LogitRows::None,

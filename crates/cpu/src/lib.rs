@@ -135,14 +135,18 @@ impl Cpu {
 /// # Errors
 /// If kernels are asked for that the processor cannot run.
 pub fn capabilities(options: &Options) -> Result<Capabilities, Error> {
-    let kernels = Kernels::choose(wanted_variant(options)?)?;
-    Ok(Capabilities {
+    let (kernels, exact) = chosen(options)?;
+    Ok(capabilities_of(kernels, exact))
+}
+
+fn capabilities_of(kernels: &Kernels, exact: bool) -> Capabilities {
+    Capabilities {
         name: "cpu",
         variant: kernels.variant.name().to_string(),
-        kernel_version: if is_exact(options)? { 3 } else { 7 },
+        kernel_version: if exact { 3 } else { 7 },
         block_rows: BLOCK_ROWS,
         smallest_chunk: 1,
-    })
+    }
 }
 
 /// What this machine can do at most, measured now: [`model::Backend::peaks`] without a model.
@@ -158,13 +162,18 @@ pub fn peaks(options: &Options) -> Result<Vec<model::Peaks>, Error> {
 /// # Errors
 /// As [`capabilities`].
 pub fn is_exact(options: &Options) -> Result<bool, Error> {
+    Ok(chosen(options)?.1)
+}
+
+/// The kernels, and whether all activations keep single precision.
+fn chosen(options: &Options) -> Result<(&'static Kernels, bool), Error> {
     let kernels = Kernels::choose(wanted_variant(options)?)?;
-    Ok(options.exact || !kernels.variant.prefers_integers())
+    Ok((kernels, options.exact || !kernels.variant.prefers_integers()))
 }
 
 /// The threads, and what they are.
 fn team(options: &Options) -> Result<(Capabilities, Team), Error> {
-    let kernels = Kernels::choose(wanted_variant(options)?)?;
+    let (kernels, exact) = chosen(options)?;
     let count = options.threads.unwrap_or_else(physical_cores);
     if count == 0 || count > MOST_THREADS {
         return Err(Error::ThreadCount { found: count, most: MOST_THREADS });
@@ -172,7 +181,7 @@ fn team(options: &Options) -> Result<(Capabilities, Team), Error> {
     let by_default = || count <= physical_cores() && std::env::var("REDLITE_CPU_PIN").as_deref() != Ok("0");
     let pin = options.pin || by_default();
     let pool = Pool::new(count, pin).map_err(|source| Error::Threads { count, source })?;
-    Ok((capabilities(options)?, Team::new(pool, kernels, is_exact(options)?)))
+    Ok((capabilities_of(kernels, exact), Team::new(pool, kernels, exact)))
 }
 
 /// The choice of the caller, else that of the environment.
