@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use engine::machine::{self, Spare};
-use engine::plan::{Cache, Plan, Rates};
+use engine::plan::{Cache, Phase, Plan, Rates};
 use experts::reader;
 use gguf::Shard;
 use model::{Model, Peaks};
@@ -24,10 +24,9 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
     let context = args.backend.context.unwrap_or(model.spec.context.min(4096));
     let room = Room { context, positions: context, prompt: args.prompt, lasting: args.prompt.is_none() };
     let on_gpu = args.backend.backend == BackendName::Cuda;
-    let given = args.memory.map(|bytes| Spare { bytes, limit: "--memory" });
     let spare = match on_gpu {
         true => Some(gpu::spare(&args.backend)?),
-        false => given.or_else(machine::spare_memory),
+        false => cache::spare(&args.backend.cache),
     };
     let Planned { plan, io, rates } = cache::plan(&model, &args.backend, &room, spare.clone())?;
     let mut out = std::io::stdout().lock();
@@ -40,7 +39,11 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         Cache::Mapped => "0 B (experts from the mapped file)".to_string(),
         Cache::Slots(bytes) => {
             let share = 100.0 * bytes as f64 / plan.experts.max(1) as f64;
-            format!("{} ({share:.0} %), {} reads", report::size(bytes), io.name())
+            let lent = match plan.lent {
+                0 => String::new(),
+                lent => format!(", {} of it lent to activations of large chunks", report::size(lent)),
+            };
+            format!("{} ({share:.0} %), {} reads{lent}", report::size(bytes), io.name())
         }
     };
     let copied = if on_gpu && plan.cache == Cache::Mapped { plan.experts } else { 0 };
@@ -55,6 +58,7 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         ("program", report::size(plan.fixed)),
         ("cache of experts", slots),
         ("total", report::size(total)),
+        ("by phase", by_phase(&plan, copied)),
         ("experts, all of them", report::size(plan.experts)),
         ("why", plan.reason.clone()),
         ("chunks", format!("{} tokens: {}", plan.chunk, plan.chunk_reason)),
@@ -68,6 +72,12 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         writeln!(out, "{name:<22}{value}")?;
     }
     Ok(Outcome::Success)
+}
+
+/// What is taken while loading, reading and writing; `copied` besides, from the start.
+fn by_phase(plan: &Plan, copied: u64) -> String {
+    let phase = |phase: Phase| format!("{} {}", phase.name, report::size(phase.total + copied));
+    plan.phases().map(phase).join(", ")
 }
 
 /// What is said where no rates are known.
@@ -88,7 +98,14 @@ fn to_json(plan: &Plan, rates: &Rates, spare: Option<&Spare>, context: usize) ->
             Cache::Slots(bytes) => bytes,
         },
         "mapped": plan.cache == Cache::Mapped,
+        "lent_bytes": plan.lent,
         "total_bytes": plan.total(),
+        "phases": plan.phases().map(|phase| json!({
+            "phase": phase.name,
+            "scratch_bytes": phase.scratch,
+            "cache_bytes": phase.slots,
+            "total_bytes": phase.total,
+        })),
         "experts_bytes": plan.experts,
         "reason": plan.reason,
         "warning": plan.warning,
@@ -97,8 +114,9 @@ fn to_json(plan: &Plan, rates: &Rates, spare: Option<&Spare>, context: usize) ->
         "streamed_bytes_per_chunk": plan.streamed,
         "read_bytes_per_second": rates.read,
         "expected_ingestion_tokens_per_second": plan.expected.ingestion,
-        "expected_decode_tokens_per_second": plan.expected.decode.map(|(rate, _)| rate),
-        "expected_hit_rate": plan.expected.decode.map(|(_, hits)| hits),
+        "expected_decode_tokens_per_second": plan.expected.decode.map(|writing| writing.rate),
+        "expected_hit_rate": plan.expected.decode.map(|writing| writing.hits),
+        "hit_rate_is_measured": plan.expected.decode.map(|writing| writing.measured),
     })
 }
 

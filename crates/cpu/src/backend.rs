@@ -241,6 +241,12 @@ impl Backend for Cpu {
         })
     }
 
+    fn shrink(&mut self, rows: usize) {
+        let most = rows * self.model.spec.hidden;
+        self.spare.retain(|buffers| buffers.hidden.capacity() <= most);
+        self.inner.shrink(&self.model.spec, rows);
+    }
+
     fn slot_memory(&mut self, bytes: usize) -> Result<(u32, Arc<dyn SlotMemory>)> {
         self.slots.add(bytes).map_err(|error| Error::Backend {
             backend: "cpu",
