@@ -260,11 +260,15 @@ fn read(path: &Path) -> Option<Value> {
 
 /// The processor and how many of it there are.
 fn machine() -> String {
+    let count = std::thread::available_parallelism().map_or(1, usize::from);
+    format!("{}, {count} processors", processor())
+}
+
+/// The processor's name, or its architecture.
+pub fn processor() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
-    let name = name.map_or(std::env::consts::ARCH, |(_, name)| name.trim());
-    let count = std::thread::available_parallelism().map_or(1, usize::from);
-    format!("{name}, {count} processors")
+    name.map_or(std::env::consts::ARCH, |(_, name)| name.trim()).to_string()
 }
 
 /// A name for the disk of a file.

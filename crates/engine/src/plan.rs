@@ -149,18 +149,24 @@ impl Plan {
             Some((chunk, _)) => vec![chunk],
             None => chunk::candidates(needs.prompt, needs.context, rates.decoding.is_some()),
         };
-        let plans = sizes.iter().map(|&rows| Plan::with_chunk(model, needs, spare, rates, rows));
-        let (plans, refused): (Vec<_>, Vec<_>) = plans.partition(Result::is_ok);
-        let mut plans: Vec<Plan> = plans.into_iter().flatten().collect();
+        let with = |rows| Plan::with_chunk(model, needs, spare, rates, rows);
+        let mut plans: Vec<Plan> = sizes.iter().flat_map(|&rows| with(rows)).collect();
+        if plans.is_empty() {
+            // Slow is better than not at all. The smallest chunk needs least.
+            let halves = (1..).map(|n| (sizes[0] >> n) & !(GRID - 1)).take_while(|&rows| rows > 0);
+            let smaller: Vec<usize> = halves.filter(|_| needs.chunk.is_none()).collect();
+            let found = smaller.iter().find_map(|&rows| with(rows).ok());
+            plans.push(match found {
+                Some(plan) => plan,
+                None => with(smaller.last().copied().unwrap_or(sizes[0]))?,
+            });
+        }
         // Beside a smaller chunk experts may fit that do not beside a larger one: then nothing need be read.
         if let Some(least) = plans.iter().map(|plan| plan.streamed).min().filter(|&least| least == 0) {
             plans.retain(|plan| plan.streamed == least);
         }
         let times: Vec<_> = plans.iter().map(|plan| (plan.chunk, plan.pass)).collect();
-        let Some(index) = chunk::choose(needs.prompt, &times) else {
-            // The smallest chunk needs least.
-            return Err(refused.into_iter().find_map(Result::err).expect("nothing was planned"));
-        };
+        let index = chunk::choose(needs.prompt, &times).expect("there is a plan");
         let mut plan = plans.swap_remove(index);
         plan.chunk_reason = plan.explain(needs);
         plan.expected = plan.expect(model, needs, rates);

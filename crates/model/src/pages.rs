@@ -38,3 +38,14 @@ pub(crate) unsafe fn give_back(start: *mut u8, len: usize) {
 /// As above.
 #[cfg(not(target_os = "linux"))]
 pub(crate) unsafe fn give_back(_start: *mut u8, _len: usize) {}
+
+/// Gives memory that was freed back to the system, where the allocator keeps some of it for later.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+pub fn trim() {
+    // SAFETY: touches free memory of the allocator only.
+    unsafe { libc::malloc_trim(0) };
+}
+
+/// Nothing to do: the allocator gives back large blocks when they are freed.
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+pub fn trim() {}
