@@ -12,19 +12,30 @@ if ! [ -e "$venv/ready" ]; then
     touch "$venv/ready"
 fi
 
-work=$(mktemp -d)
-trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; rm -rf "$work"' EXIT
-REDLITE_API_KEY=secret "$binary" serve models/pocket.gguf --port 0 --context 4096 --parallel 4 --session-cache 256 \
-    --state-dir "$work/state" > "$work/address" 2> "$work/log" &
-server=$!
-for _ in $(seq 600); do
-    [ -s "$work/address" ] && break
-    kill -0 "$server" || { cat "$work/log"; exit 1; }
-    sleep 0.1
-done
-address=$(cat "$work/address")
+work=$(mktemp -d) server=
+stop() { [ -z "$server" ] || { kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; }; }
+trap 'stop; rm -rf "$work"' EXIT
+start() { # start OPTION...: the server with the small model; sets `address`
+    stop
+    : > "$work/address"
+    REDLITE_API_KEY=secret "$binary" serve models/pocket.gguf --port 0 --context 4096 --parallel 4 --session-cache 256 \
+        --state-dir "$work/state" "$@" > "$work/address" 2> "$work/log" &
+    server=$!
+    for _ in $(seq 600); do
+        [ -s "$work/address" ] && break
+        kill -0 "$server" || { cat "$work/log"; exit 1; }
+        sleep 0.1
+    done
+    address=$(cat "$work/address")
+}
+client() { "$venv/bin/python" scripts/server/client.py "$address" secret "$@" || { tail -n 40 "$work/log"; exit 1; }; }
 
-"$venv/bin/python" scripts/server/client.py "$address" secret || { tail -n 40 "$work/log"; exit 1; }
+for notation in json xml; do
+    start --chat-template "crates/text/tests/data/templates/tools_$notation.jinja"
+    client calls
+done
+start
+client
 
 ask() { curl --silent --show-error --max-time 60 -H 'Authorization: Bearer secret' "$@"; }
 ask "$address/health" | grep -q '"ok"'

@@ -1,4 +1,8 @@
-"""The official OpenAI client against a Red Lite server with the small model, and the shapes agents send."""
+"""The official OpenAI client against a Red Lite server with the small model, and the shapes agents send.
+
+    client.py ADDRESS KEY          everything but calls, which the small model's own template does not know
+    client.py ADDRESS KEY calls    calls, of a server with a template that knows them
+"""
 
 import concurrent.futures
 import json
@@ -165,21 +169,49 @@ def shapes_agents_send():
     assert len(ends("<|im_end|>")) > 1 and len(post("/tokenize", {"content": "<|im_end|>"})[1]["tokens"]) == 1
 
 
-def answers_in_a_given_form():
-    wild = {"model": MODEL, "messages": USER, "temperature": 1.5, "top_p": 1, "max_tokens": 400, "seed": 1}
-    point = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["a", "b"]}},
-             "required": ["x", "kind"], "additionalProperties": False}
-    format = {"type": "json_schema", "json_schema": {"name": "point", "strict": True, "schema": point}}
-    answer = client.chat.completions.create(**wild, response_format=format)
-    value = json.loads(answer.choices[0].message.content)
+WILD = {"model": MODEL, "messages": USER, "temperature": 1.5, "top_p": 1, "max_tokens": 400, "seed": 1}
+POINT = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["a", "b"]}},
+         "required": ["x", "kind"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "mark", "parameters": POINT}}]
+DEMANDS = ["required", {"type": "function", "function": {"name": "mark"}}]
+
+
+def assert_point(text):
+    value = json.loads(text)
     assert set(value) == {"x", "kind"} and 0 <= value["x"] <= 99 and value["kind"] in ("a", "b"), value
-    free = client.chat.completions.create(**{**wild, "temperature": 0}, response_format={"type": "json_object"}).choices[0]
+
+
+def demanded_calls():
+    """Whole and as a stream: both name the tool, both have arguments of its schema, and the same ones."""
+    for choice in DEMANDS:
+        demand = {**WILD, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+        whole = client.chat.completions.create(**demand).choices[0]
+        assert whole.finish_reason == "tool_calls" and whole.message.content is None, whole
+        function = whole.message.tool_calls[0].function
+        assert function.name == "mark" and len(whole.message.tool_calls) == 1, whole
+        assert_point(function.arguments)
+        parts = [part.choices[0].delta for part in client.chat.completions.create(**demand, stream=True) if part.choices]
+        calls = [call for delta in parts for call in delta.tool_calls or []]
+        assert calls[0].id and calls[0].function.name == "mark" and all(call.index == 0 for call in calls), calls
+        assert "".join(call.function.arguments or "" for call in calls) == function.arguments, (calls, function)
+        # The client sends back what it was given, with the result, and goes on.
+        history = [*USER, whole.message.model_dump(exclude_none=True),
+                   {"role": "tool", "tool_call_id": whole.message.tool_calls[0].id, "content": "marked"}]
+        after = client.chat.completions.create(model=MODEL, messages=history, tools=TOOLS, max_tokens=4, temperature=0)
+        assert after.usage.completion_tokens > 0, after
+    none = client.chat.completions.create(**{**WILD, "max_tokens": 8}, tools=TOOLS, tool_choice="none").choices[0].message
+    assert none.tool_calls is None, none
+
+
+def answers_in_a_given_form():
+    format = {"type": "json_schema", "json_schema": {"name": "point", "strict": True, "schema": POINT}}
+    answer = client.chat.completions.create(**WILD, response_format=format)
+    assert_point(answer.choices[0].message.content)
+    free = client.chat.completions.create(**{**WILD, "temperature": 0}, response_format={"type": "json_object"}).choices[0]
     assert free.finish_reason == "length" or isinstance(json.loads(free.message.content), dict), free
-    # The small model's template knows no tools; those that do are tested with the server's router.
-    tools = [{"type": "function", "function": {"name": "mark", "parameters": point}}]
-    for choice in ["required", {"type": "function", "function": {"name": "mark"}}]:
+    for choice in DEMANDS:
         try:
-            client.chat.completions.create(**wild, tools=tools, tool_choice=choice)
+            client.chat.completions.create(**WILD, tools=TOOLS, tool_choice=choice)
             raise AssertionError("a call was demanded of a model without calls")
         except openai.BadRequestError as refused:
             assert refused.param == "tool_choice", refused
@@ -213,8 +245,9 @@ def about():
     assert model.id == MODEL and model.meta["n_ctx"] == 4096 and "chat" in model.capabilities
 
 
-for check in [about, whole_and_streamed, a_conversation_is_read_once, many_at_once_say_the_same, options, completions,
-              progress, errors, answers_in_a_given_form, shapes_agents_send, gone_clients_stop_work]:
+EVERYTHING = [about, whole_and_streamed, a_conversation_is_read_once, many_at_once_say_the_same, options, completions,
+              progress, errors, answers_in_a_given_form, shapes_agents_send, gone_clients_stop_work]
+for check in [demanded_calls] if sys.argv[3:] == ["calls"] else EVERYTHING:
     began = time.monotonic()
     check()
     print(f"  {check.__name__.replace('_', ' ')}: {time.monotonic() - began:.1f} s", flush=True)

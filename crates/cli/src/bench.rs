@@ -238,6 +238,7 @@ impl<'a> Bench<'a> {
         }
         let of = |test| rows.iter().filter(move |row| row.shape.test == test);
         let readings: Vec<Reading> = of(Test::Prompt)
+            .filter(|row| row.shape.tokens >= SHORTEST_PROMPT)
             .map(|row| {
                 let cost = plan::cost(model, kv, (0, row.shape.tokens), model.spec.moe.experts);
                 let passes = row.shape.tokens.div_ceil(self.plan.chunk);
@@ -357,6 +358,9 @@ impl<'a> Bench<'a> {
     }
 }
 
+/// Shorter prompts choose only some of the experts and are bound by reading them: what they take says little about a
+/// row of a long one.
+const SHORTEST_PROMPT: usize = 512;
 /// Bytes of the smallest model whose speed is one of the machine.
 const SMALLEST_MODEL: u64 = 512 << 20;
 

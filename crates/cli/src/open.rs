@@ -14,7 +14,7 @@ use crate::args::{BackendArgs, BackendName};
 use crate::cache::Room;
 use crate::failure::Failure;
 use crate::report::{self, Bar};
-use crate::{cache, gpu};
+use crate::{cache, gpu, prompt};
 
 /// A model and its tokenizer.
 pub struct Opened {
@@ -35,6 +35,14 @@ pub fn model(path: &Path) -> Result<Opened, Failure> {
     }
     let (tokenizer, chat_template) = tokenizer(path, &model)?;
     Ok(Opened { model: Arc::new(model), tokenizer, chat_template })
+}
+
+/// As [`model`], with the chat template of a file instead of the model's own.
+pub fn model_with_template(path: &Path, template: Option<&Path>) -> Result<Opened, Failure> {
+    let own = template.map(prompt::read).transpose()?;
+    let mut opened = model(path)?;
+    opened.chat_template = own.or(opened.chat_template);
+    Ok(opened)
 }
 
 /// The tokenizer of a model file, and its chat template.

@@ -33,7 +33,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
         return Err(Failure::Usage("--stop needs a text: an empty one would stop at once".to_string()));
     }
     let mut peaks = PhasePeaks::new();
-    let opened = open::model(&args.model)?;
+    let opened = open::model_with_template(&args.model, args.chat_template.as_deref())?;
     // Before the prompt has come, Ctrl-C simply ends the program.
     let tokens = prompt::prompt(args, &opened)?;
     let cancel = interrupt::on_ctrl_c()?;

@@ -24,7 +24,7 @@ const CONTEXT: usize = 32_768;
 pub fn run(args: &ServeArgs) -> Result<Outcome, Failure> {
     // A port that is taken should not cost the time to load.
     let (listener, address) = listen(args)?;
-    let opened = open::model(&args.model)?;
+    let opened = open::model_with_template(&args.model, args.chat_template.as_deref())?;
     let (model, tokenizer) = (opened.model, Arc::new(opened.tokenizer));
     let template = opened.chat_template.map(|source| match ChatTemplate::new(&source, &tokenizer) {
         Ok(template) => Ok((source, template)),

@@ -233,6 +233,20 @@ fn a_model_comes_whole_and_only_once() {
 }
 
 #[test]
+fn what_appears_meanwhile_is_not_written_over() {
+    let folder = Folder::new("pull-meanwhile");
+    let path = folder.0.join("m.gguf");
+    let theirs = path.clone();
+    let server = Server::new(move |seen, _| {
+        std::fs::write(&theirs, "theirs").unwrap();
+        file(seen, &fixture("values.gguf"), "\"v\"")
+    });
+    let said = refused(&server, &[&format!("{}/m.gguf", server.address())], &folder);
+    assert!(said.contains("is another file"), "{said}");
+    assert_eq!(std::fs::read(&path).unwrap(), b"theirs");
+}
+
+#[test]
 fn all_shards_come() {
     let (server, folder) = (hub(), Folder::new("pull-split"));
     let value = pulled(&server, &["a/b-GGUF:Q4_K"], &folder);
@@ -276,6 +290,9 @@ fn a_broken_connection_is_taken_up_where_it_broke() {
     );
     let from = |at: usize| Some(format!("bytes={at}-"));
     assert_eq!(server.ranges(), [None, from(700), from(700), from(800)]);
+    let conditions: Vec<_> =
+        server.requests().iter().map(|seen| seen.header("if-range").map(str::to_string)).collect();
+    assert_eq!(conditions[1..], vec![Some("\"v\"".to_string()); 3], "the rest of the same file is asked for");
     assert_eq!(names(&folder), ["m.gguf"]);
 }
 

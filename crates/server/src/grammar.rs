@@ -34,7 +34,7 @@ struct Task {
 
 /// Compiles grammars for a model.
 #[derive(Clone, Debug)]
-pub(crate) struct Grammars {
+pub struct Grammars {
     tasks: Sender<Task>,
 }
 
@@ -43,7 +43,7 @@ impl Grammars {
     ///
     /// # Errors
     /// What is missing.
-    pub(crate) fn new(tokenizer: &Tokenizer) -> Result<Grammars, String> {
+    pub fn new(tokenizer: &Tokenizer) -> Result<Grammars, String> {
         let factory = factory(tokenizer)?;
         let (tasks, inbox) = channel();
         let builder = thread::Builder::new().name("grammars".to_owned()).stack_size(STACK);
@@ -55,7 +55,7 @@ impl Grammars {
     ///
     /// # Errors
     /// Why it cannot be followed.
-    pub(crate) fn compile(&self, grammar: String) -> Result<Box<dyn Constraint>, String> {
+    pub fn compile(&self, grammar: String) -> Result<Box<dyn Constraint>, String> {
         if grammar.len() > BYTES {
             return Err(format!("it is too large: {} bytes of grammar, at most {BYTES}", grammar.len()));
         }

@@ -13,7 +13,7 @@ mod completions;
 mod error;
 mod exchange;
 mod fields;
-mod grammar;
+pub mod grammar;
 mod info;
 mod listen;
 mod prompt;

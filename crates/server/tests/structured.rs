@@ -3,6 +3,7 @@
 mod common;
 
 use common::{Server, template};
+use futures_util::future::{join, join_all};
 use serde_json::{Value as Json, json};
 
 /// Nothing but the constraint makes sense of this.
@@ -57,14 +58,13 @@ async fn answers_satisfy_their_schema_at_any_temperature() {
     let mut complete = 0;
     for (number, schema) in schemas().iter().enumerate() {
         let validator = jsonschema::options().should_validate_formats(true).build(schema).unwrap();
-        for seed in 0..6 {
+        let demand = |seed: u64| {
             let strict = [json!(true), json!(false), Json::Null][seed as usize % 3].clone();
-            let body = with(
-                wild(seed),
-                json!({"response_format": {"type": "json_schema",
-                "json_schema": {"name": "thing", "strict": strict, "schema": schema}}}),
-            );
-            let answer = server.chat(&body).await;
+            let named = json!({"name": "thing", "strict": strict, "schema": schema});
+            with(wild(seed), json!({"response_format": {"type": "json_schema", "json_schema": named}}))
+        };
+        let bodies: Vec<Json> = (0..6).map(demand).collect();
+        for (seed, answer) in server.chats(&bodies).await.iter().enumerate() {
             let choice = &answer["choices"][0];
             let content = choice["message"]["content"].as_str().unwrap();
             if choice["finish_reason"] == "length" {
@@ -121,18 +121,20 @@ async fn demanded_calls_are_made_in_both_notations() {
     for file in ["tools_json.jinja", "tools_xml.jinja"] {
         let server = Server::new(&template(file));
         let mut seen = std::collections::BTreeSet::new();
-        for seed in 0..12 {
-            let body = with(wild(seed), json!({"tools": tools(), "tool_choice": "required"}));
-            let answer = server.chat(&body).await;
+        let bodies: Vec<Json> = (0..8)
+            .map(|seed| with(wild(seed), json!({"tools": tools(), "tool_choice": "required"})))
+            .collect();
+        let streams = bodies.iter().map(|body| server.stream("/v1/chat/completions", body));
+        let (answers, streams) = join(server.chats(&bodies), join_all(streams)).await;
+        for (seed, (answer, stream)) in answers.iter().zip(&streams).enumerate() {
             if answer["choices"][0]["finish_reason"] == "length" {
                 continue;
             }
             let message = &answer["choices"][0]["message"];
             assert_eq!(message["content"], Json::Null, "{file}, seed {seed}: {message}");
-            seen.extend(check_calls(&answer));
+            seen.extend(check_calls(answer));
             // The stream adds up to the same.
-            let (streamed, reason) =
-                common::put_together(&server.stream("/v1/chat/completions", &body).await);
+            let (streamed, reason) = common::put_together(stream);
             let functions =
                 message["tool_calls"].as_array().unwrap().iter().map(|call| call["function"].clone());
             assert_eq!((&streamed["calls"], reason.as_str()), (&functions.collect(), "tool_calls"), "{file}");
@@ -157,13 +159,16 @@ async fn what_is_demanded_follows_the_thinking() {
     let server = Server::new(&template);
     let format = json!({"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}});
     let (mut thought, mut ended) = (0, 0);
-    for (seed, thinking) in (0..12).zip([true, false].into_iter().cycle()) {
-        let body = with(
+    let thinking = |seed: u64| seed % 2 == 0;
+    let demand = |seed| {
+        let thinking = json!({"enable_thinking": thinking(seed)});
+        with(
             wild(seed),
-            json!({"max_tokens": 400, "response_format": format,
-            "chat_template_kwargs": {"enable_thinking": thinking}}),
-        );
-        let answer = server.chat(&body).await;
+            json!({"max_tokens": 400, "response_format": format, "chat_template_kwargs": thinking}),
+        )
+    };
+    let bodies: Vec<Json> = (0..12).map(demand).collect();
+    for (seed, answer) in (0..).zip(&server.chats(&bodies).await) {
         let choice = &answer["choices"][0];
         if choice["finish_reason"] == "stop" {
             ended += 1;
@@ -171,7 +176,7 @@ async fn what_is_demanded_follows_the_thinking() {
             let content = choice["message"]["content"].as_str().unwrap();
             assert!(["\"yes\"", "\"no\""].contains(&content), "{choice}");
         } else {
-            assert!(thinking && choice["message"]["content"] == "", "{choice}");
+            assert!(thinking(seed) && choice["message"]["content"] == "", "{choice}");
         }
     }
     assert!(ended >= 6, "without thinking all answers end: {ended}");
@@ -188,9 +193,10 @@ async fn what_is_demanded_follows_the_thinking() {
 async fn any_object_and_json_beside_tools() {
     let server = Server::new(&template("tools_json.jinja"));
     let mut ended = 0;
-    for seed in 0..8 {
-        let format = json!({"response_format": {"type": "json_object"}, "max_tokens": 600, "top_k": 40});
-        let choice = server.chat(&with(wild(seed), format)).await["choices"][0].clone();
+    let format = json!({"response_format": {"type": "json_object"}, "max_tokens": 600, "top_k": 40});
+    let bodies: Vec<Json> = (0..8).map(|seed| with(wild(seed), format.clone())).collect();
+    for answer in &server.chats(&bodies).await {
+        let choice = &answer["choices"][0];
         if choice["finish_reason"] == "stop" {
             ended += 1;
             let value: Json = serde_json::from_str(choice["message"]["content"].as_str().unwrap()).unwrap();
@@ -200,15 +206,12 @@ async fn any_object_and_json_beside_tools() {
     assert!(ended >= 4, "{ended} of 8");
     // Either an answer of the schema or calls, as the model likes.
     let (mut answers, mut calls) = (0, 0);
-    for seed in 0..10 {
-        let body = with(
-            wild(seed),
-            json!({"tools": tools(), "response_format": {"type": "json_schema",
-            "json_schema": {"schema": {"type": "integer", "minimum": 0, "maximum": 99}}}}),
-        );
-        let answer = server.chat(&body).await;
+    let schema = json!({"schema": {"type": "integer", "minimum": 0, "maximum": 99}});
+    let either = json!({"tools": tools(), "response_format": {"type": "json_schema", "json_schema": schema}});
+    let bodies: Vec<Json> = (0..10).map(|seed| with(wild(seed), either.clone())).collect();
+    for answer in &server.chats(&bodies).await {
         if answer["choices"][0]["message"]["tool_calls"].is_array() {
-            calls += check_calls(&answer).len();
+            calls += check_calls(answer).len();
         } else {
             let content = answer["choices"][0]["message"]["content"].as_str().unwrap();
             assert!((0..100).contains(&content.parse::<i64>().unwrap()), "{content}");

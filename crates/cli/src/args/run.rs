@@ -20,6 +20,9 @@ pub struct RunArgs {
     /// System message of the conversation.
     #[arg(long, conflicts_with = "raw")]
     pub system: Option<String>,
+    /// Use the chat template in this file (Jinja) instead of the model's own.
+    #[arg(long, value_name = "FILE", conflicts_with = "raw")]
+    pub chat_template: Option<PathBuf>,
     /// Continue the text itself, without the chat template.
     #[arg(long)]
     pub raw: bool,

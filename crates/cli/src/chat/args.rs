@@ -14,6 +14,9 @@ pub struct ChatArgs {
     /// System message of the conversation.
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
+    /// Use the chat template in this file (Jinja) instead of the model's own.
+    #[arg(long, value_name = "FILE")]
+    pub chat_template: Option<PathBuf>,
     /// Most tokens of an answer.
     #[arg(short = 'n', long, value_name = "N", default_value = "4096")]
     pub max_tokens: usize,

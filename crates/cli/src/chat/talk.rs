@@ -80,7 +80,7 @@ impl Talk {
             ..GenerationOptions::default()
         };
         options.sampling.check()?;
-        let opened = open::model(&args.model)?;
+        let opened = open::model_with_template(&args.model, args.chat_template.as_deref())?;
         let source = opened.chat_template.ok_or_else(|| {
             Failure::Usage("the model has no chat template; `redlite run --raw` continues texts".to_string())
         })?;

@@ -26,6 +26,9 @@ pub struct ServeArgs {
     /// Name of the model for clients [default: the file's].
     #[arg(long)]
     pub name: Option<String>,
+    /// Use the chat template in this file (Jinja) instead of the model's own.
+    #[arg(long, value_name = "FILE")]
+    pub chat_template: Option<PathBuf>,
     /// Requests that run at once, each with a whole context.
     #[arg(long, value_name = "N", default_value = "4", value_parser = parse_positive)]
     pub parallel: usize,

@@ -9,6 +9,7 @@ use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::Request;
 use engine::{Engine, Options, Scheduler, SchedulerOptions, SessionOptions, Sessions};
+use futures_util::future::join_all;
 use hyper::service::Service as _;
 use hyper_util::service::TowerToHyperService;
 use model::{GRID, KvType, Limits, MappedExperts, Model};
@@ -83,6 +84,11 @@ impl Server {
         let (status, answer) = self.post("/v1/chat/completions", body).await;
         assert_eq!(status, 200, "{answer}");
         answer
+    }
+
+    /// The answers to several conversations, asked together.
+    pub async fn chats(&self, bodies: &[Json]) -> Vec<Json> {
+        join_all(bodies.iter().map(|body| self.chat(body))).await
     }
 
     /// The refusal of a conversation: the field at fault and the message.
