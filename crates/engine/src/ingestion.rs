@@ -187,6 +187,16 @@ impl Ingestion {
         self.end_large(engine);
     }
 
+    /// Whether it is in the middle of a chunk of more than `rows` rows.
+    pub(crate) fn is_in_large(&self, rows: usize) -> bool {
+        self.open.as_ref().is_some_and(|chunk| chunk.tokens.len() > rows)
+    }
+
+    /// Whether it begins such a chunk next.
+    pub(crate) fn begins_large(&self, rows: usize) -> bool {
+        self.open.is_none() && self.chunks.front().is_some_and(|chunk| chunk.len() > rows)
+    }
+
     /// Its passes need the memory of large ones no more.
     fn end_large(&mut self, engine: &mut Engine) {
         if std::mem::take(&mut self.large) {

@@ -426,8 +426,15 @@ impl Scheduler {
     /// Reads prompts for the time of a slice.
     fn read_slice(&mut self) {
         let began = Instant::now();
-        let reading = |(index, task): (usize, &Task)| {
-            matches!(task.work, Work::Reading(_)).then(|| (index, task.job.tokens.len() - task.session.len()))
+        // There is memory for one large chunk at a time.
+        let small = self.engine.small_rows();
+        let in_large = |task: &Task| matches!(&task.work, Work::Reading(prompt) if prompt.is_in_large(small));
+        let taken = self.running.iter().any(in_large);
+        let reading = |(index, task): (usize, &Task)| match &task.work {
+            Work::Reading(prompt) if !(taken && prompt.begins_large(small)) => {
+                Some((index, task.job.tokens.len() - task.session.len()))
+            }
+            _ => None,
         };
         let prompts: Vec<(usize, usize)> = self.running.iter().enumerate().filter_map(reading).collect();
         // Short prompts overtake long ones, but not every time.

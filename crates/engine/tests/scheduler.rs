@@ -2,8 +2,12 @@
 
 mod common;
 
-use common::served::{AMPLE, ask, job, scheduler, settle, step_by_step, words};
-use engine::{Error, Phase};
+use std::sync::{Arc, Mutex};
+
+use common::served::{AMPLE, ask, engine_with, job, scheduler, settle, step_by_step, words};
+use engine::{Error, Phase, Scheduler, SessionOptions, Sessions};
+use model::{ExpertSource, KvType, LayerCall, MappedExperts, Wave};
+use text::Tokenizer;
 
 #[test]
 fn identical_requests_at_once_give_the_answer_of_one_alone() {
@@ -121,7 +125,7 @@ fn a_request_given_up_ends_with_the_next_turn_in_every_phase() {
 #[test]
 fn the_queue_is_bounded_and_wrong_requests_are_told() {
     let mut server = scheduler(AMPLE, step_by_step(1));
-    let submit = |server: &mut engine::Scheduler| {
+    let submit = |server: &mut Scheduler| {
         let (job, heard, _) = job(&words(1, 100), &[], 2);
         server.submit(job).map(|()| heard)
     };
@@ -146,4 +150,75 @@ fn the_queue_is_bounded_and_wrong_requests_are_told() {
     server.submit(nothing).unwrap();
     settle(&mut server);
     assert_eq!(heard.log(|log| log.report.unwrap().written), 0);
+}
+
+/// Layers and rows of calls, and whether memory was lent or taken back.
+#[derive(Default)]
+struct Calls {
+    rows: Vec<(usize, usize)>,
+    lent: Vec<bool>,
+}
+
+/// A source that lends memory to passes of more than 64 rows, and notes what it hears.
+struct Lender {
+    inner: MappedExperts,
+    heard: Arc<Mutex<Calls>>,
+}
+
+impl ExpertSource for Lender {
+    fn needs_routes(&self, rows: usize) -> bool {
+        self.inner.needs_routes(rows)
+    }
+
+    fn start(&mut self, call: &LayerCall) -> model::Result<()> {
+        self.heard.lock().unwrap().rows.push((call.layer, call.rows));
+        Ok(())
+    }
+
+    fn wave(&mut self, call: &LayerCall, from: u32) -> model::Result<Wave> {
+        self.inner.wave(call, from)
+    }
+
+    fn small_rows(&self) -> usize {
+        64
+    }
+
+    fn lend(&mut self, lend: bool) -> model::Result<()> {
+        self.heard.lock().unwrap().lent.push(lend);
+        Ok(())
+    }
+}
+
+#[test]
+fn large_chunks_take_turns_and_memory_is_lent_while_there_are_any() {
+    let model = common::pocket();
+    let heard: Arc<Mutex<Calls>> = Arc::default();
+    let lender = Lender { inner: MappedExperts::new(&model), heard: Arc::clone(&heard) };
+    let engine = engine_with(&model, 8192, Box::new(lender));
+    let sessions = Sessions::new(&engine, SessionOptions { budget: 0, spacing: 1024, kv: KvType::F32 });
+    let tokenizer = Tokenizer::new(model::vocabulary(model.gguf.metadata()).unwrap()).unwrap();
+    let mut server = Scheduler::new(engine, sessions, Arc::new(tokenizer), step_by_step(4));
+    let prompts = [words(1, 700), words(2, 900), words(3, 40), words(4, 300)];
+    let together: Vec<_> = prompts
+        .iter()
+        .map(|prompt| {
+            let (job, answer, _) = job(prompt, &[], 6);
+            server.submit(job).unwrap();
+            answer
+        })
+        .collect();
+    settle(&mut server);
+    let Calls { rows, lent } = std::mem::take(&mut *heard.lock().unwrap());
+    let large: Vec<(usize, usize)> = rows.into_iter().filter(|&(_, rows)| rows > 64).collect();
+    let layers = model.spec.layers.len();
+    for pass in large.chunks(layers) {
+        assert!(pass.iter().enumerate().all(|(layer, call)| *call == (layer, pass[0].1)), "{pass:?}");
+    }
+    assert!(large.len() >= 5 * layers, "the chunks of three prompts");
+    assert!(lent.iter().enumerate().all(|(turn, &lend)| lend == (turn % 2 == 0)), "{lent:?}");
+    assert_eq!(lent.last(), Some(&false), "what is lent comes back before the last tokens are written");
+    for (prompt, answer) in prompts.iter().zip(&together) {
+        let alone = ask(&mut scheduler(0, step_by_step(1)), prompt, &[], 6);
+        assert_eq!(alone.log(|log| log.answer.clone()), answer.log(|log| log.answer.clone()));
+    }
 }

@@ -7,7 +7,7 @@ use engine::{
     Cancel, Engine, Error, Event, GenerationOptions, Job, Options, Report, Reuse, Sampling, Scheduler,
     SchedulerOptions, SessionOptions, Sessions, Store,
 };
-use model::{KvType, MappedExperts, Model};
+use model::{ExpertSource, KvType, MappedExperts, Model};
 use text::Tokenizer;
 
 /// Room for everything these tests keep.
@@ -19,9 +19,14 @@ pub const CONTEXT: usize = 5120;
 /// An engine with room for `parallel` sessions and the checkpoints of `options`.
 pub fn engine_for(model: &Arc<Model>, options: &SessionOptions, parallel: usize) -> Engine {
     let positions = parallel * CONTEXT + Sessions::positions(&model.spec, options);
+    engine_with(model, positions, Box::new(MappedExperts::new(model)))
+}
+
+/// An engine with room for so many positions and experts from `source`.
+pub fn engine_with(model: &Arc<Model>, positions: usize, source: Box<dyn ExpertSource + Send>) -> Engine {
     let backend = super::backend("cpu-int8", model, positions);
     let options = Options { chunk: 512, context: CONTEXT };
-    Engine::new(model.clone(), backend, Box::new(MappedExperts::new(model)), options)
+    Engine::new(model.clone(), backend, source, options)
 }
 
 /// A scheduler whose checkpoints may take `budget` bytes.
