@@ -10,7 +10,8 @@
 #   --threads N    threads [2]
 #   --pairs N      pairs of each comparison [3]
 #
-# cap     one run in a memory control group that counts the file cache too: peak resident memory beside the plan
+# cap     one run in a memory control group that counts the file cache too: peak resident memory while loading, reading
+#         and writing, beside the plan of each phase; --cache auto lends memory of slots to large chunks
 # flat    200 turns and more than 20,000 tokens in one process: resident memory after each hundred
 # hidden  8192 tokens with the cache and with everything resident, in turn: through the file cache, and by direct reads
 # decode  tokens one by one, choices of experts replayed at a hit rate of 0.8: with the cache and resident, in turn
@@ -54,6 +55,13 @@ trap 'exit 130' INT TERM
 # number NAME FILE: the last number of that name in JSON.
 number() { grep -o "\"$1\": *[0-9.e+-]*" "$2" | tail -n 1 | sed 's/.*: *//'; }
 
+# phases FILE: the peak of each phase beside its plan.
+phases() {
+    grep -o '"peak_bytes":[^}]*}' "$1" | tr -d '"}' | awk -F '[:,]' '{
+        # keys are sorted: peak_bytes, phase, plan_bytes
+        printf "%s%s: peak %d MiB of %d MiB planned (%.1f %%)", (NR > 1 ? "; " : ""), $4, $2/1048576, $6/1048576, 100*$2/$6 }'
+}
+
 # capped CMD...: runs it in a new memory group with the limit `cap`, file cache counted.
 make_group() {
     local v1=/sys/fs/cgroup/memory v2=/sys/fs/cgroup
@@ -89,11 +97,11 @@ case $what in
             --memory "$cap" --json >"$work/plan.json"
         awk -v peak="$(number peak_memory_bytes "$work/run.json")" -v plan="$(number total_bytes "$work/plan.json")" \
             -v cap="$cap" -v group="$(cat "$group"/memory.max_usage_in_bytes 2>/dev/null || cat "$group/memory.peak")" \
-            -v in_="$(number prompt_tokens_per_second "$work/run.json")" \
+            -v phases="$(phases "$work/run.json")" -v in_="$(number prompt_tokens_per_second "$work/run.json")" \
             -v out="$(number generated_tokens_per_second "$work/run.json")" \
             -v bytes="$(stat -Lc %s "$file")" 'BEGIN { M = 1048576
-                printf "file %d MiB, cap %d MiB, plan %d MiB, peak resident %d MiB (%.1f %% of the plan), peak of the group with file cache %d MiB; %.1f tokens/s read, %.1f written\n",
-                bytes/M, cap/M, plan/M, peak/M, 100*peak/plan, group/M, in_, out }'
+                printf "file %d MiB, cap %d MiB, plan %d MiB, peak resident %d MiB (%.1f %% of the plan), peak of the group with file cache %d MiB; %.1f tokens/s read, %.1f written\n%s\n",
+                bytes/M, cap/M, plan/M, peak/M, 100*peak/plan, group/M, in_, out, phases }'
         ;;
     flat)
         "$redlite" serve "$file" --port 0 --quiet --parallel 1 --session-cache 64 --threads "$threads" \

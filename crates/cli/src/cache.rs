@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use engine::machine::Spare;
-use engine::plan::{Cache, CacheWish, Needs, Plan, Rates};
-use experts::{Io, Layout, Monitor, Options, Stats, Store, reader};
+use engine::plan::{Cache, CacheWish, Needs, Plan, Rates, SMALL_ROWS, Writing};
+use experts::{Io, Layout, Loan, Monitor, Options, Stats, Store, reader};
 use model::{Backend, CopyStats, ExpertSource, Limits, MappedExperts, Model};
 
 use serde_json::{Value, json};
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::args::{BackendArgs, BackendName};
 use crate::bench::Replay;
 use crate::cache_args::{CacheArgs, IoName};
-use crate::calibration::{Calibration, Disk};
+use crate::calibration::{self, Calibration, Disk};
 use crate::failure::Failure;
 use crate::{gpu, report};
 
@@ -50,6 +50,12 @@ pub fn threads(args: &BackendArgs) -> Option<usize> {
     (args.backend == BackendName::Cpu).then(|| args.threads.unwrap_or_else(cpu::physical_cores))
 }
 
+/// Memory that may be taken: what the arguments say, else what the machine can spare.
+pub fn spare(args: &CacheArgs) -> Option<Spare> {
+    let given = args.memory.map(|bytes| Spare { bytes, limit: "--memory" });
+    given.or_else(engine::machine::spare_memory)
+}
+
 /// The plan for `model` on this machine, or with the memory that `spare` says.
 pub fn plan(
     model: &Model,
@@ -74,16 +80,20 @@ pub fn plan(
         kv: args.kv.into(),
         prompt: room.prompt,
         // Chunks are chosen by what the CPU's memory and speed allow.
-        chunk: args.chunk.or((!is_cpu).then_some(engine::Options::default().chunk)),
+        chunk: (args.chunk.map(|chunk| (chunk, "asked for")))
+            .or((!is_cpu).then_some((engine::Options::default().chunk, "the usual size"))),
         scratch: &scratch,
+        shares: is_cpu,
         floor: floor(model),
         cache,
         lasting: room.lasting,
     };
-    let mut calibration = Calibration::load();
+    let (mut calibration, name) = (Calibration::load(), calibration::model_name(model));
     let capabilities = is_cpu.then(|| cpu::capabilities(&cpu_options(args))).transpose()?;
     let rates = |calibration: &Calibration, disk| match &capabilities {
-        Some(capabilities) => calibration.rates(capabilities, threads(args), disk),
+        Some(capabilities) => {
+            Rates { hits: calibration.hits(&name), ..calibration.rates(capabilities, threads(args), disk) }
+        }
         None => Rates::default(),
     };
     let make = |rates: Rates, io| {
@@ -143,6 +153,11 @@ pub fn line(plan: &Plan, backend: BackendName) -> String {
         Cache::Mapped if backend == BackendName::Cuda => format!("all experts ({experts}) on the GPU"),
         Cache::Mapped => format!("experts ({experts}) from the mapped file"),
         Cache::Slots(bytes) if bytes >= plan.experts => format!("a slot for every expert ({experts})"),
+        Cache::Slots(bytes) if plan.lent > 0 => format!(
+            "cache of {} for {experts} of experts, {} of it lent to large chunks",
+            report::size(bytes),
+            report::size(plan.lent)
+        ),
         Cache::Slots(bytes) => format!("cache of {} for {experts} of experts", report::size(bytes)),
     };
     let warning =
@@ -160,8 +175,12 @@ pub fn line(plan: &Plan, backend: BackendName) -> String {
 /// Rates that can be expected, if any.
 pub fn expectation(plan: &Plan) -> Option<String> {
     let ingestion = plan.expected.ingestion.map(|rate| format!("{rate:.0} tok/s read"));
-    let decode = plan.expected.decode.map(|(rate, hits)| {
-        let found = if hits < 1.0 { format!(" if {:.0} % are found", 100.0 * hits) } else { String::new() };
+    let decode = plan.expected.decode.map(|Writing { rate, hits, measured }| {
+        let found = match measured {
+            _ if hits >= 1.0 => String::new(),
+            true => format!(" if {:.0} % are found, as measured with this model", 100.0 * hits),
+            false => format!(" if {:.0} % are found (assumed; `redlite experts` measures it)", 100.0 * hits),
+        };
         format!("{rate:.1} tok/s written{found}")
     });
     let parts: Vec<String> = ingestion.into_iter().chain(decode).collect();
@@ -197,15 +216,17 @@ fn unforced(
 ) -> Result<(Box<dyn ExpertSource + Send>, Option<Monitor>), Failure> {
     let plan = &planned.plan;
     let budget = match plan.cache {
-        Cache::Mapped if backend.enqueues() => {
-            return Ok((Box::new(MappedExperts::new(model).in_whole_layers()), None));
+        Cache::Mapped => {
+            let mapped = MappedExperts::new(model);
+            let mapped = if backend.enqueues() { mapped.in_whole_layers() } else { mapped };
+            return Ok((Box::new(mapped), None));
         }
-        Cache::Mapped => return Ok((Box::new(MappedExperts::new(model)), None)),
         Cache::Slots(bytes) if bytes >= plan.experts => None,
         Cache::Slots(bytes) => Some(bytes),
     };
     let options = Options {
         budget,
+        loan: (plan.lent > 0).then_some(Loan { bytes: plan.lent, rows: SMALL_ROWS }),
         io: planned.io,
         readers: args.readers.into(),
         look_ahead: args.look_ahead.0,
@@ -268,6 +289,12 @@ impl Loads {
         })
     }
 
+    /// The share of experts that single tokens found in the cache in the last phase, if there is one.
+    pub fn found(&self) -> Option<f64> {
+        let (stats, _) = self.phases().last()?;
+        (stats.wanted() > 0).then(|| stats.hits as f64 / stats.wanted() as f64)
+    }
+
     /// A line for each phase, given their names and times; none without a store.
     pub fn lines<const N: usize>(&self, phases: [(&str, Duration); N]) -> Vec<String> {
         let line = |((stats, copies), (name, time)): ((Stats, CopyStats), (&str, Duration))| {
@@ -327,6 +354,7 @@ pub fn stats_json(stats: &Stats) -> Value {
         "predicted_used": stats.predicted_used,
         "predicted_cancelled": stats.predicted_cancelled,
         "predicted_wasted": stats.predicted_wasted,
+        "loans": stats.loans,
     })
 }
 

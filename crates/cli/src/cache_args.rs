@@ -25,6 +25,9 @@ pub struct CacheArgs {
     /// Experts beyond each token's own that are read ahead for the next layer while generating; `off` reads none.
     #[arg(long, value_name = "N", default_value = "4", value_parser = parse_look_ahead)]
     pub look_ahead: LookAhead,
+    /// Memory that may be taken, or planned with [default: what this machine can spare now].
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub memory: Option<u64>,
     /// Memory of the GPU that may be taken [default: what is free there].
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub gpu_memory: Option<u64>,
@@ -48,9 +51,6 @@ pub struct CacheArgs {
 pub struct PlanArgs {
     /// Model file, any shard of a split one, or its folder.
     pub model: PathBuf,
-    /// Memory to plan with [default: what this machine can spare now].
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-    pub memory: Option<u64>,
     /// Tokens of a prompt to plan for [default: long ones].
     #[arg(long, value_name = "N", value_parser = crate::args::parse_positive)]
     pub prompt: Option<usize>,

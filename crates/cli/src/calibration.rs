@@ -8,15 +8,25 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use engine::plan::Rates;
+use engine::plan::{HitCurve, Rates};
 use experts::Io;
 use model::{Capabilities, Cost, Model, Peaks};
 use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
 
 use crate::folders;
 
 /// Layout of the file.
 const VERSION: u64 = 1;
+
+/// Tokens that older numbers count for at most, so that newer ones are heard.
+const MOST_TOKENS: f64 = 4096.0;
+
+/// Tokens from which on it is noted what a cache found.
+pub const ENOUGH_TOKENS: usize = 32;
+
+/// Bytes of a router that tell models apart.
+const ROUTER_BYTES: usize = 64 << 10;
 
 /// Largest file that is read.
 const MOST_BYTES: u64 = 1 << 20;
@@ -44,7 +54,7 @@ pub struct Reading {
 /// Everything known about this machine.
 pub struct Calibration {
     path: Option<PathBuf>,
-    /// The entry of this machine: `workers.NAME.…`, `disks.NAME.…`.
+    /// The entry of this machine: `workers.NAME.…`, `disks.NAME.…`, `models.NAME.…`.
     entry: Value,
 }
 
@@ -130,6 +140,33 @@ impl Calibration {
         entry["token_bytes_per_second"] = (cost.bytes as f64 / seconds.max(1e-9)).into();
     }
 
+    /// Notes that a cache of `share` of a model's experts found `hits` of what `tokens` single tokens wanted. What
+    /// was known of such a cache counts as well, for as many tokens as it was known from.
+    pub fn note_hits(&mut self, model: &str, share: f64, hits: f64, tokens: usize) {
+        let percent = (100.0 * share).round();
+        if !(1.0..100.0).contains(&percent) || !(0.0..=1.0).contains(&hits) {
+            return;
+        }
+        let entry = &mut self.entry["models"][model];
+        let key = format!("found_of_{percent}_percent");
+        let known =
+            entry[&key].as_array().and_then(|pair| Some((pair.first()?.as_f64()?, pair.get(1)?.as_f64()?)));
+        let (before, weight) = known.unwrap_or((0.0, 0.0));
+        let (weight, tokens) = (weight.clamp(0.0, MOST_TOKENS), tokens as f64);
+        entry[key] = json!([(before * weight + hits * tokens) / (weight + tokens).max(1.0), weight + tokens]);
+    }
+
+    /// What caches of a model find, as far as it was measured; else what is assumed.
+    pub fn hits(&self, model: &str) -> HitCurve {
+        let point = |(key, value): (&String, &Value)| {
+            let percent = key.strip_prefix("found_of_")?.strip_suffix("_percent")?.parse::<f64>().ok()?;
+            Some((percent / 100.0, value.as_array()?.first()?.as_f64()?))
+        };
+        let entry = self.entry["models"][model].as_object();
+        let curve = HitCurve::measured(entry.into_iter().flatten().filter_map(point));
+        if curve.is_measured() { curve } else { HitCurve::default() }
+    }
+
     /// Rates for a plan: of the workers, and of reading from `disk`, if experts are read.
     pub fn rates(
         &self,
@@ -155,6 +192,24 @@ impl Calibration {
         }
         rates
     }
+}
+
+/// A name for a model, by what decides which experts are chosen and how many there are: the router of its first layer, and
+/// the shape of its experts.
+pub fn model_name(model: &Model) -> String {
+    let moe = &model.spec.moe;
+    let mut hash = Sha256::new();
+    for number in [model.spec.layers.len(), model.spec.hidden, moe.experts, moe.used] {
+        hash.update((number as u64).to_le_bytes());
+    }
+    hash.update(model.expert_bytes().to_le_bytes());
+    let router = model.gguf.tensors().iter().find(|tensor| tensor.name == "blk.0.ffn_gate_inp.weight");
+    if let Some(tensor) = router {
+        let bytes = model.gguf.shards()[tensor.shard].bytes();
+        let end = bytes.len().min((tensor.offset as usize).saturating_add(ROUTER_BYTES));
+        hash.update(bytes.get(tensor.offset as usize..end).unwrap_or_default());
+    }
+    hash.finalize()[..8].iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Seconds of an operation and of a pass, from times of prompts: least squares of relative errors. With one length, or
@@ -199,17 +254,21 @@ fn read(path: &Path) -> Option<Value> {
     let is_object = |value: &Value| value.is_null() || value.is_object();
     let fields = |value: &Value| value.as_object().is_none_or(|map: &Map<_, _>| map.values().all(is_object));
     let sound = value.is_object()
-        && ["workers", "disks"].iter().all(|&key| is_object(&value[key]) && fields(&value[key]));
+        && ["workers", "disks", "models"].iter().all(|&key| is_object(&value[key]) && fields(&value[key]));
     sound.then_some(value)
 }
 
 /// The processor and how many of it there are.
 fn machine() -> String {
+    let count = std::thread::available_parallelism().map_or(1, usize::from);
+    format!("{}, {count} processors", processor())
+}
+
+/// The processor's name, or its architecture.
+pub fn processor() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
-    let name = name.map_or(std::env::consts::ARCH, |(_, name)| name.trim());
-    let count = std::thread::available_parallelism().map_or(1, usize::from);
-    format!("{name}, {count} processors")
+    name.map_or(std::env::consts::ARCH, |(_, name)| name.trim()).to_string()
 }
 
 /// A name for the disk of a file.
@@ -279,6 +338,22 @@ mod tests {
         let cached = again.rates(&capabilities(), Some(2), Some((disk, Io::Cached)));
         assert!(cached.read == Some(2e9) && cached.copy > 0.0);
         assert_eq!(again.rates(&capabilities(), Some(1), None), Rates::default(), "other workers");
+        let mut first = Calibration { path: None, ..again };
+        assert!(!first.hits("m").is_measured(), "assumed");
+        first.note_hits("m", 0.221, 0.5, 100);
+        first.note_hits("m", 0.219, 0.8, 200);
+        first.note_hits("m", 1.0, 1.0, 100);
+        first.note_hits("m", 0.5, f64::NAN, 100);
+        let curve = first.hits("m");
+        assert!(curve.is_measured() && (curve.at(0.22) - 0.7).abs() < 1e-9, "weighed by tokens: {curve:?}");
+        assert!((0..100).all(|_| {
+            first.note_hits("m", 0.22, 0.2, 4096);
+            first.hits("m").at(0.22) < 0.7
+        }));
+        assert!((first.hits("m").at(0.22) - 0.2).abs() < 1e-3, "old numbers fade");
+        assert!(!first.hits("other").is_measured());
+        first.entry["models"]["m"] = json!({ "found_of_x_percent": [1], "found_of_3_percent": 4 });
+        assert!(!first.hits("m").is_measured());
         for damaged in ["", "[]", "{\"disks\": 3}", "{\"workers\": {\"a\": 1}}", "nonsense"] {
             fs::write(&path, damaged).unwrap();
             assert_eq!(read(&path), None, "{damaged}");

@@ -14,6 +14,7 @@ use model::Model;
 use serde_json::{Value, json};
 
 use crate::cache::{Loads, Room};
+use crate::calibration::{self, Calibration};
 use crate::failure::{Failure, Outcome};
 use crate::report::{self, Bar};
 use crate::{interrupt, open, prompt};
@@ -56,6 +57,9 @@ pub fn run(args: &ExpertsArgs) -> Result<Outcome, Failure> {
         steps,
         nats: nats / steps as f64,
     };
+    if args.backend.cache.route_bias.is_none() && steps >= calibration::ENOUGH_TOKENS {
+        report.keep();
+    }
     if let Some(path) = &args.svg {
         open::refuse_input(path, &opened.model.gguf)?;
         let fail = |source| Failure::File { path: path.clone(), source };
@@ -165,6 +169,15 @@ impl Report<'_> {
         let all: u64 = counts.iter().sum();
         let tenth: u64 = counts[..counts.len().div_ceil(10)].iter().sum();
         (used as f64 / counts.len().max(1) as f64, tenth as f64 / all.max(1) as f64)
+    }
+
+    /// Has plans know what caches of this model find.
+    fn keep(&self) {
+        let (mut known, name) = (Calibration::load(), calibration::model_name(self.model));
+        for budget in &self.budgets {
+            known.note_hits(&name, self.share(budget), budget.found[0].rate(), self.steps);
+        }
+        known.store();
     }
 
     fn share(&self, budget: &Budget) -> f64 {

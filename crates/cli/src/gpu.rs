@@ -37,14 +37,16 @@ pub fn plan(model: &Model, args: &BackendArgs, room: &Room) -> Result<Planned, F
         let known = model.dense_bytes() + (kv + 2 * shape.slot_len() * size_of::<f32>()) as u64;
         cuda::Memory::new(model, limits).rest().saturating_sub(known)
     };
-    let with_chunk = |chunk| {
+    let with_chunk = |chunk, why| {
         let needs = Needs {
             positions: room.positions,
             context: room.context,
             kv: args.kv.into(),
             prompt: room.prompt,
-            chunk: Some(chunk),
+            chunk: Some((chunk, why)),
             scratch: &scratch,
+            // Slots have memory of their own there.
+            shares: false,
             floor: cache::floor(model),
             cache: args.cache.cache,
             // What fits is copied as a whole.
@@ -52,12 +54,15 @@ pub fn plan(model: &Model, args: &BackendArgs, room: &Room) -> Result<Planned, F
         };
         Plan::new(model, &needs, Some(&spare), &rates)
     };
-    let mut plan = with_chunk(args.chunk.unwrap_or(CHUNK))?;
+    let mut plan = match args.chunk {
+        Some(chunk) => with_chunk(chunk, "asked for"),
+        None => with_chunk(CHUNK, "large enough for a GPU's products"),
+    }?;
     if args.cache.cache == CacheWish::Full {
         plan.cache = Cache::Mapped;
     }
     if matches!(plan.cache, Cache::Slots(_)) && args.chunk.is_none() {
-        plan = with_chunk(STREAMED_CHUNK).unwrap_or(plan);
+        plan = with_chunk(STREAMED_CHUNK, "every expert crosses the link once for each").unwrap_or(plan);
     }
     let io = match args.cache.io {
         IoName::Direct => Io::Direct,

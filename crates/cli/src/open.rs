@@ -112,7 +112,7 @@ pub fn start_for(
             "a context of {context} is more than the {trained} of the model"
         )));
     }
-    let planned = cache::plan(model, args, &room, engine::machine::spare_memory())?;
+    let planned = cache::plan(model, args, &room, cache::spare(&args.cache))?;
     if !quiet {
         report::say(cache::line(&planned.plan, args.backend));
     }

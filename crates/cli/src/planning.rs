@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use engine::machine::{self, Spare};
-use engine::plan::{Cache, Plan, Rates};
+use engine::plan::{Cache, Phase, Plan, Rates};
 use experts::reader;
 use gguf::Shard;
 use model::{Model, Peaks};
@@ -13,7 +13,7 @@ use crate::args::BackendName;
 use crate::bench::{peak_line, peaks_json};
 use crate::cache::{Planned, Room};
 use crate::cache_args::{DoctorArgs, PlanArgs};
-use crate::calibration::{Calibration, Disk};
+use crate::calibration::{self, Calibration, Disk};
 use crate::failure::{Failure, Outcome};
 use crate::{cache, gpu, report};
 
@@ -24,10 +24,9 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
     let context = args.backend.context.unwrap_or(model.spec.context.min(4096));
     let room = Room { context, positions: context, prompt: args.prompt, lasting: args.prompt.is_none() };
     let on_gpu = args.backend.backend == BackendName::Cuda;
-    let given = args.memory.map(|bytes| Spare { bytes, limit: "--memory" });
     let spare = match on_gpu {
         true => Some(gpu::spare(&args.backend)?),
-        false => given.or_else(machine::spare_memory),
+        false => cache::spare(&args.backend.cache),
     };
     let Planned { plan, io, rates } = cache::plan(&model, &args.backend, &room, spare.clone())?;
     let mut out = std::io::stdout().lock();
@@ -40,7 +39,11 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         Cache::Mapped => "0 B (experts from the mapped file)".to_string(),
         Cache::Slots(bytes) => {
             let share = 100.0 * bytes as f64 / plan.experts.max(1) as f64;
-            format!("{} ({share:.0} %), {} reads", report::size(bytes), io.name())
+            let lent = match plan.lent {
+                0 => String::new(),
+                lent => format!(", {} of it lent to activations of large chunks", report::size(lent)),
+            };
+            format!("{} ({share:.0} %), {} reads{lent}", report::size(bytes), io.name())
         }
     };
     let copied = if on_gpu && plan.cache == Cache::Mapped { plan.experts } else { 0 };
@@ -55,6 +58,7 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         ("program", report::size(plan.fixed)),
         ("cache of experts", slots),
         ("total", report::size(total)),
+        ("by phase", by_phase(&plan, copied)),
         ("experts, all of them", report::size(plan.experts)),
         ("why", plan.reason.clone()),
         ("chunks", format!("{} tokens: {}", plan.chunk, plan.chunk_reason)),
@@ -68,6 +72,12 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         writeln!(out, "{name:<22}{value}")?;
     }
     Ok(Outcome::Success)
+}
+
+/// What is taken while loading, reading and writing; `copied` besides, from the start.
+fn by_phase(plan: &Plan, copied: u64) -> String {
+    let phase = |phase: Phase| format!("{} {}", phase.name, report::size(phase.total + copied));
+    plan.phases().map(phase).join(", ")
 }
 
 /// What is said where no rates are known.
@@ -88,7 +98,14 @@ fn to_json(plan: &Plan, rates: &Rates, spare: Option<&Spare>, context: usize) ->
             Cache::Slots(bytes) => bytes,
         },
         "mapped": plan.cache == Cache::Mapped,
+        "lent_bytes": plan.lent,
         "total_bytes": plan.total(),
+        "phases": plan.phases().map(|phase| json!({
+            "phase": phase.name,
+            "scratch_bytes": phase.scratch,
+            "cache_bytes": phase.slots,
+            "total_bytes": phase.total,
+        })),
         "experts_bytes": plan.experts,
         "reason": plan.reason,
         "warning": plan.warning,
@@ -97,8 +114,9 @@ fn to_json(plan: &Plan, rates: &Rates, spare: Option<&Spare>, context: usize) ->
         "streamed_bytes_per_chunk": plan.streamed,
         "read_bytes_per_second": rates.read,
         "expected_ingestion_tokens_per_second": plan.expected.ingestion,
-        "expected_decode_tokens_per_second": plan.expected.decode.map(|(rate, _)| rate),
-        "expected_hit_rate": plan.expected.decode.map(|(_, hits)| hits),
+        "expected_decode_tokens_per_second": plan.expected.decode.map(|writing| writing.rate),
+        "expected_hit_rate": plan.expected.decode.map(|writing| writing.hits),
+        "hit_rate_is_measured": plan.expected.decode.map(|writing| writing.measured),
     })
 }
 
@@ -112,7 +130,8 @@ pub fn doctor(args: &DoctorArgs) -> Result<Outcome, Failure> {
     calibration.store();
     let threads = peaks.last().map(|peaks| peaks.workers);
     let rates = calibration.rates(&capabilities, threads, None);
-    let machine = Machine { spare: machine::spare_memory(), peaks, disk, rates };
+    let gpus = (0..MOST_GPUS).map_while(|device| cuda::free_memory(device).ok()).collect();
+    let machine = Machine { spare: machine::spare_memory(), peaks, disk, rates, gpus };
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", machine.json())?;
@@ -136,6 +155,56 @@ struct Machine {
     peaks: Vec<Peaks>,
     disk: Option<Disk>,
     rates: Rates,
+    /// Bytes that are free on each GPU that CUDA can use.
+    gpus: Vec<u64>,
+}
+
+/// More GPUs than one process looks at.
+const MOST_GPUS: i32 = 16;
+
+/// Instructions that kernels use or could use, as the system names them.
+const FEATURES: [&str; 22] = [
+    "sse4_2",
+    "avx",
+    "f16c",
+    "fma",
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512vbmi",
+    "avx512_vbmi2",
+    "avx512_bf16",
+    "avx512_fp16",
+    "gfni",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "asimddp",
+    "i8mm",
+    "bf16",
+    "sve",
+];
+
+/// Those that the processor has, where the system tells.
+fn features() -> Vec<&'static str> {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    features_in(&text)
+}
+
+fn features_in(text: &str) -> Vec<&'static str> {
+    let is_list = |line: &&str| line.starts_with("flags") || line.starts_with("Features");
+    let list = text.lines().find(is_list).and_then(|line| line.split_once(':'));
+    let has = |name: &&str| list.is_some_and(|(_, list)| list.split_whitespace().any(|word| word == *name));
+    FEATURES.into_iter().filter(|name| has(name)).collect()
+}
+
+/// Whether the system gives huge pages to nobody.
+fn lacks_huge_pages() -> bool {
+    let setting = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
+    setting.is_ok_and(|setting| setting.contains("[never]"))
 }
 
 impl Machine {
@@ -150,7 +219,10 @@ impl Machine {
 
     fn json(&self) -> Value {
         json!({
+            "processor": calibration::processor(),
             "processors": Machine::processors(),
+            "features": features(),
+            "gpu_free_bytes": self.gpus,
             "kernels": Machine::kernels(),
             "memory_bytes": machine::total_memory(),
             "spare_bytes": self.spare.as_ref().map(|spare| spare.bytes),
@@ -168,10 +240,12 @@ impl Machine {
     fn rows(&self) -> Vec<(&'static str, String)> {
         let size = |bytes: Option<u64>| bytes.map_or("unknown".to_string(), report::size);
         let mut rows = vec![
-            ("processors", Machine::processors().to_string()),
+            ("processors", format!("{}, {}", Machine::processors(), calibration::processor())),
+            ("instructions", features().join(", ")),
             ("kernels", Machine::kernels().join(", ")),
             ("memory", size(machine::total_memory())),
             ("control group", machine::group_limit().map_or("none".to_string(), report::size)),
+            ("GPUs", self.gpu_row()),
             ("can be spared", size(self.spare.as_ref().map(|spare| spare.bytes))),
         ];
         rows.extend(self.peaks.iter().map(|peaks| ("peak", peak_line(peaks))));
@@ -190,6 +264,14 @@ impl Machine {
         rows
     }
 
+    fn gpu_row(&self) -> String {
+        let gpu = |bytes: &u64| format!("{} free", report::size(*bytes));
+        match self.gpus.is_empty() {
+            true => "none that CUDA can use".to_string(),
+            false => self.gpus.iter().map(gpu).collect::<Vec<_>>().join(", "),
+        }
+    }
+
     /// What would make this machine faster.
     fn advice(&self) -> Vec<String> {
         let mut advice = Vec::new();
@@ -197,6 +279,13 @@ impl Machine {
             advice.push(
                 "`redlite bench MODEL` measures what prompts reach here; plans know it then".to_string(),
             );
+        }
+        if !self.gpus.is_empty() {
+            advice.push("a GPU is there: `--backend cuda` computes on it".to_string());
+        }
+        if lacks_huge_pages() {
+            let text = "huge pages are switched off (/sys/kernel/mm/transparent_hugepage/enabled): with `madvise` weights are read faster";
+            advice.push(text.to_string());
         }
         if let (Some(limit), Some(total)) = (machine::group_limit(), machine::total_memory())
             && limit < total / 2
@@ -230,3 +319,16 @@ fn measure(path: &std::path::Path, calibration: &mut Calibration) -> Result<Disk
 
 /// Threads that read, as `--readers` has it.
 const READERS: usize = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::features_in;
+
+    #[test]
+    fn instructions_are_those_the_system_lists() {
+        let found = features_in("model name: x\nflags\t\t: fpu avx avx512f xavx2 gfni\nflags: avx2\n");
+        assert_eq!(found, ["avx", "avx512f", "gfni"]);
+        assert_eq!(features_in("Features\t: fp asimd asimddp"), ["asimd", "asimddp"]);
+        assert!(features_in("").is_empty());
+    }
+}

@@ -69,8 +69,44 @@ pub fn rate(count: usize, time: Duration) -> f64 {
     count as f64 / time.as_secs_f64().max(1e-9)
 }
 
+/// Peak resident memory of this process by phase, where the system tells.
+#[derive(Debug)]
+pub struct PhasePeaks {
+    phases: Vec<(&'static str, Option<u64>)>,
+    /// The highest before the phase at hand.
+    most: u64,
+    /// Whether the system begins to count anew.
+    fresh: bool,
+}
+
+impl PhasePeaks {
+    /// The first phase is that since the program began.
+    pub fn new() -> PhasePeaks {
+        PhasePeaks { phases: Vec::new(), most: 0, fresh: true }
+    }
+
+    /// A phase ends.
+    pub fn mark(&mut self, phase: &'static str) {
+        let peak = peak_memory();
+        self.phases.push((phase, peak.filter(|_| self.fresh)));
+        self.most = self.most.max(peak.unwrap_or(0));
+        // The number for "peak resident memory".
+        self.fresh = std::fs::write("/proc/self/clear_refs", "5").is_ok();
+    }
+
+    /// The peak of each phase that has ended.
+    pub fn phases(&self) -> &[(&'static str, Option<u64>)] {
+        &self.phases
+    }
+
+    /// The peak since the program began.
+    pub fn most(&self) -> Option<u64> {
+        peak_memory().map(|now| now.max(self.most))
+    }
+}
+
 /// Peak resident memory of this process in bytes, where the system tells.
-pub fn peak_memory() -> Option<u64> {
+fn peak_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
     let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;

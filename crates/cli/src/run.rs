@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+use engine::plan::{Cache, Phase, Plan};
 use engine::{Cancel, Engine, Finish, Generation, GenerationOptions, Request, Session};
 use model::{Backend, Observer, PassId, Stage, Step};
 use serde_json::json;
@@ -11,9 +12,10 @@ use text::Tokenizer;
 
 use crate::args::RunArgs;
 use crate::cache::{Loads, Room};
+use crate::calibration::{self, Calibration};
 use crate::failure::{Failure, Outcome};
 use crate::open::{self, Started};
-use crate::report::{self, Bar};
+use crate::report::{self, Bar, PhasePeaks};
 use crate::trace::{self, Timed};
 use crate::{interrupt, prompt};
 
@@ -30,6 +32,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
     if args.stop.iter().any(String::is_empty) {
         return Err(Failure::Usage("--stop needs a text: an empty one would stop at once".to_string()));
     }
+    let mut peaks = PhasePeaks::new();
     let opened = open::model_with_template(&args.model, args.chat_template.as_deref())?;
     // Before the prompt has come, Ctrl-C simply ends the program.
     let tokens = prompt::prompt(args, &opened)?;
@@ -53,9 +56,11 @@ pub fn run(args: &RunArgs) -> Result<Outcome, Failure> {
         Room { context, positions: context, prompt: Some(tokens.len()), lasting: false },
         quiet,
     )?;
-    let mut answer = Answer { profile: Profile::default(), prompt: tokens.len(), ..Answer::new(started) };
+    peaks.mark("load");
+    let mut answer = Answer { prompt: tokens.len(), ..Answer::new(started, peaks) };
     answer.read(&tokens, &cancel, args, quiet)?;
     answer.write(&opened.tokenizer, &options, &cancel, args)?;
+    answer.keep(args);
     answer.report(args)?;
     if answer.interrupted { Err(Failure::Interrupted) } else { Ok(Outcome::Success) }
 }
@@ -95,6 +100,8 @@ struct Answer {
     load: Duration,
     variant: String,
     loads: Loads,
+    plan: Plan,
+    peaks: PhasePeaks,
     profile: Profile,
     prompt: usize,
     reading: Duration,
@@ -107,14 +114,16 @@ struct Answer {
 }
 
 impl Answer {
-    fn new(started: Started) -> Answer {
-        let Started { mut engine, load, variant, monitor, .. } = started;
+    fn new(started: Started, peaks: PhasePeaks) -> Answer {
+        let Started { mut engine, load, variant, monitor, plan } = started;
         Answer {
             session: engine.open(),
             engine,
             load,
             variant,
             loads: Loads::new(monitor),
+            plan,
+            peaks,
             profile: Profile::default(),
             prompt: 0,
             reading: Duration::ZERO,
@@ -140,6 +149,7 @@ impl Answer {
         let result = self.engine.ingest(&mut self.session, tokens, &mut request);
         self.reading = began.elapsed();
         self.loads.mark();
+        self.peaks.mark("read");
         bar.finish();
         self.logits = result?.logits;
         Ok(())
@@ -172,10 +182,25 @@ impl Answer {
         }
         self.writing = began.elapsed();
         self.loads.mark();
+        self.peaks.mark("write");
         if !args.json {
             println_flush()?;
         }
         Ok(())
+    }
+
+    /// Has plans know what a cache of this size finds in this model.
+    fn keep(&self, args: &RunArgs) {
+        let Cache::Slots(bytes) = self.plan.cache else { return };
+        let tokens = self.tokens.len();
+        if args.backend.cache.route_bias.is_some() || tokens < calibration::ENOUGH_TOKENS {
+            return;
+        }
+        if let Some(found) = self.loads.found() {
+            let (mut known, name) = (Calibration::load(), calibration::model_name(self.engine.model()));
+            known.note_hits(&name, bytes as f64 / self.plan.experts.max(1) as f64, found, tokens);
+            known.store();
+        }
     }
 
     fn show(&mut self, text: &str, args: &RunArgs) -> Result<(), Failure> {
@@ -200,6 +225,7 @@ impl Answer {
             report::say(format_args!("\n{}", self.stage_table().trim_end()));
             let times = [("read", self.reading), ("write", self.writing)];
             self.loads.lines(times).iter().for_each(report::say);
+            report::say(self.memory_line());
         }
         if !args.quiet {
             report::say(format_args!("\n{}", self.summary()));
@@ -218,7 +244,7 @@ impl Answer {
 
     fn summary(&self) -> String {
         let memory =
-            report::peak_memory().map_or(String::new(), |bytes| format!("; peak {}", report::size(bytes)));
+            self.peaks.most().map_or(String::new(), |bytes| format!("; peak {}", report::size(bytes)));
         format!(
             "read {} tokens at {:.1} tok/s, wrote {} at {:.1} tok/s ({}); loaded in {:.2} s{memory} [{}]",
             self.prompt,
@@ -229,6 +255,22 @@ impl Answer {
             self.load.as_secs_f64(),
             self.variant,
         )
+    }
+
+    /// Peak resident memory of each phase, and what was planned for it.
+    fn memory(&self) -> Vec<serde_json::Value> {
+        let phases = self.peaks.phases().iter().zip(self.plan.phases());
+        let phase = |(&(phase, peak), plan): (&(&str, Option<u64>), Phase)| json!({ "phase": phase, "peak_bytes": peak, "plan_bytes": plan.total });
+        phases.map(phase).collect()
+    }
+
+    fn memory_line(&self) -> String {
+        let phases = self.peaks.phases().iter().zip(self.plan.phases());
+        let phase = |(&(phase, peak), plan): (&(&str, Option<u64>), Phase)| {
+            let peak = peak.map_or("unknown".to_string(), report::size);
+            format!("{phase} {peak} of {}", report::size(plan.total))
+        };
+        format!("memory, peak of the plan: {}", phases.map(phase).collect::<Vec<_>>().join(", "))
     }
 
     /// Time of ingestion by stage, the largest share visible at a glance.
@@ -257,7 +299,8 @@ impl Answer {
             "generated_seconds": seconds(self.writing),
             "generated_tokens_per_second": report::rate(self.tokens.len(), self.writing),
             "load_seconds": seconds(self.load),
-            "peak_memory_bytes": report::peak_memory(),
+            "peak_memory_bytes": self.peaks.most(),
+            "memory": self.memory(),
             "kernels": self.variant,
         });
         if args.stats {

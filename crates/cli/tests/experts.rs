@@ -33,6 +33,87 @@ fn a_run_says_its_plan_in_a_line_and_holds_the_chunk() {
     assert!(stderr(&small).contains("chunks of 192: asked for"), "{}", stderr(&small));
 }
 
+/// A model several times larger than what it may take, read and written in chunks that borrow memory of the cache.
+#[test]
+fn each_phase_stays_below_its_plan_and_the_plan_below_the_cap() {
+    const MIB: u64 = 1 << 20;
+    let folder = Folder::new("cap");
+    let file = folder.file("large.gguf");
+    let shape = "--type Q8_0 --layers 8 --hidden 512 --vocab 4096 --expert-count 64 --expert-width 512 --experts-used 4 \
+                 --shared-width 512 --heads 4 --kv-heads 2 --head-dim 64 --rope-dims 16 --key-heads 4 --value-heads 4 \
+                 --state-dim 64";
+    ok(&[&["synth", &file, "-q"][..], &shape.split_whitespace().collect::<Vec<_>>()].concat());
+    let (cap, size) = (144 * MIB, std::fs::metadata(&file).unwrap().len());
+    assert!(size > 5 * cap / 2, "{size}");
+    let args = ["--threads", "2", "--memory", "144MiB", "--json"];
+    let prompt = folder.write("prompt", "one and another ".repeat(220));
+    let run = |more: &[&str]| {
+        json(
+            &[
+                &["run", &file, "--raw", "-f", &prompt, "-n", "40", "--ignore-eos", "--temp", "0"],
+                &args[..],
+                more,
+            ]
+            .concat(),
+        )
+    };
+    let found = run(&[]);
+    let tokens = found["prompt_tokens"].as_u64().unwrap();
+    let (prompt_tokens, context) = (tokens.to_string(), (tokens + 40).to_string());
+    let plan =
+        json(&[&["plan", &file, "--prompt", &prompt_tokens, "--context", &context], &args[..]].concat());
+    assert!(plan["lent_bytes"].as_u64().unwrap() > 8 * MIB, "{plan}");
+    assert!(plan["total_bytes"].as_u64().unwrap() <= cap);
+    let phases = found["memory"].as_array().unwrap();
+    for (phase, planned) in phases.iter().zip(plan["phases"].as_array().unwrap()) {
+        assert_eq!(phase["phase"], planned["phase"]);
+        assert_eq!(phase["plan_bytes"], planned["total_bytes"]);
+        let (peak, most) = (phase["peak_bytes"].as_u64(), planned["total_bytes"].as_u64().unwrap());
+        // Where the system does not tell, there is nothing to compare.
+        let Some(peak) = peak else { continue };
+        assert!(peak <= most, "{phase}");
+        // Code, stacks and tokenizer of a model so small take less than is planned for them.
+        let slack = planned["total_bytes"].as_u64().unwrap() - 50 * MIB;
+        assert!(phase["phase"] == "load" || peak >= slack, "{phase}");
+    }
+    assert_eq!(found["loads"][0]["loans"], 1);
+    // The same answer with chunks that borrow nothing, and from the mapped file.
+    for other in [&["--chunk", "256"][..], &["--cache", "mmap"]] {
+        assert_eq!(run(other)["tokens"], found["tokens"], "{other:?}");
+    }
+}
+
+#[test]
+fn a_plan_knows_what_caches_found_with_this_model() {
+    let folder = Folder::new("hits");
+    let with_own_folder = |args: &[&str]| {
+        let output = common::command(args).env("XDG_CACHE_HOME", &folder.0).output().unwrap();
+        assert!(output.status.success(), "{args:?}: {}", stderr(&output));
+        stdout(&output)
+    };
+    // Rates of this machine, so that there is an expectation.
+    let expectation = || -> serde_json::Value {
+        let plan = with_own_folder(&["plan", &pocket(), "--cache", "3MiB", "--json"]);
+        serde_json::from_str(&plan).unwrap()
+    };
+    with_own_folder(&["experts", &pocket(), "-f", &text(), "--steps", "20", "--threads", "2"]);
+    let stored = || std::fs::read_to_string(folder.0.join("redlite/machine.json")).unwrap_or_default();
+    assert!(!stored().contains("found_of"), "too few tokens");
+    let curve = ["experts", &pocket(), "-f", &text(), "--steps", "60", "--threads", "2"];
+    with_own_folder(&curve);
+    assert!(stored().matches("found_of").count() > 5, "{}", stored());
+    let before = stored();
+    let one =
+        ["run", &pocket(), "--raw", "-f", &text(), "-n", "40", "--ignore-eos", "--temp", "0", "--quiet"];
+    let small = [&one[..], &["--cache", "3MiB", "--threads", "2"]].concat();
+    with_own_folder(&small);
+    let after = stored();
+    assert_ne!(before, after, "a run adds its own point");
+    with_own_folder(&[&small[..], &["--route-bias", "1"]].concat());
+    assert_eq!(after, stored(), "not with other choices");
+    assert!(expectation()["hit_rate_is_measured"].is_null(), "no speed is known, so nothing is expected");
+}
+
 #[test]
 fn experts_counts_every_choice_and_simulates_caches() {
     let folder = Folder::new("experts");

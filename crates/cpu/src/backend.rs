@@ -52,9 +52,8 @@ impl Cpu {
             Some(index) => self.spare.remove(index),
             None => self.spare.pop().unwrap_or_default(),
         };
-        let whole_norm = moe::wants_numbers(&self.model, self.team.exact);
-        buffers
-            .reserve(&self.model.spec, Room { rows, block_rows: self.capabilities.block_rows, whole_norm });
+        let (block_rows, whole_norm) = (self.capabilities.block_rows, self.whole_norm);
+        buffers.reserve(&self.model.spec, Room { rows, block_rows, whole_norm });
         buffers
     }
 }
@@ -239,6 +238,13 @@ impl Backend for Cpu {
         self.stage(pass, (Stage::Experts, 0..0), |cpu, open| {
             moe::experts(&mut cpu.team, (&cpu.model, &cpu.slots), &mut cpu.inner, open, layer, wave)
         })
+    }
+
+    fn shrink(&mut self, rows: usize) {
+        let most = rows * self.model.spec.hidden;
+        self.spare.retain(|buffers| buffers.hidden.capacity() <= most);
+        self.inner.shrink(&self.model.spec, rows);
+        model::trim();
     }
 
     fn slot_memory(&mut self, bytes: usize) -> Result<(u32, Arc<dyn SlotMemory>)> {

@@ -85,6 +85,8 @@ pub struct Cpu {
     slots: HostSlots,
     /// What the next choice of experts prefers; empty is nothing.
     route_bias: Vec<f32>,
+    /// Whether experts want all rows of a pass in single precision.
+    whole_norm: bool,
 }
 
 impl Cpu {
@@ -102,6 +104,7 @@ impl Cpu {
         let weights = weights.into();
         let (capabilities, team) = team(&options)?;
         Ok(Cpu {
+            whole_norm: moe::wants_numbers(&model, team.exact),
             conv: transposed_convolutions(&model, &weights),
             capabilities,
             limits,

@@ -202,6 +202,16 @@ pub(crate) struct Inner {
     codes: Vec<Codes>,
 }
 
+impl Inner {
+    /// Gives up what passes of `rows` rows do not need.
+    pub(crate) fn shrink(&mut self, spec: &Spec, rows: usize) {
+        let bytes = self.numbers.capacity() * size_of::<f32>() + self.codes.len() * size_of::<Codes>();
+        if bytes > inner_bytes(spec, rows) {
+            *self = Inner::default();
+        }
+    }
+}
+
 /// Some pairs of one expert, and its weights.
 struct Piece<'a> {
     gate: Weights<'a>,

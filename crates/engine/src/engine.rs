@@ -61,6 +61,10 @@ pub struct Engine {
     pub(crate) options: Options,
     /// Names given to KV pages so far.
     pages: u64,
+    /// Prompts being read that need memory for large passes.
+    large: usize,
+    /// Whether experts have lent theirs.
+    lent: bool,
 }
 
 impl Engine {
@@ -71,7 +75,7 @@ impl Engine {
         experts: Box<dyn ExpertSource + Send>,
         options: Options,
     ) -> Engine {
-        Engine { model, backend, experts, options, pages: 0 }
+        Engine { model, backend, experts, options, pages: 0, large: 0, lent: false }
     }
 
     /// The model.
@@ -145,6 +149,7 @@ impl Engine {
             let rows = pass.push(session.sequence, session.len(), &[*token]);
             pass.logits.extend(rows);
         }
+        self.begin_small()?;
         let mut driver = Driver::begin(&mut *self.backend, &self.model.spec, &pass)?;
         let computed = (driver.finish(&mut *self.backend, &mut *self.experts, &mut Quiet))
             .and_then(|()| self.backend.logits(driver.pass()));
@@ -173,6 +178,42 @@ impl Engine {
         let mut session = Session { sequence, tokens: Vec::new(), pages: Vec::new() };
         self.extend(&mut session, tokens);
         Ok(session)
+    }
+
+    /// Rows up to which a pass leaves experts all of their memory.
+    pub(crate) fn small_rows(&self) -> usize {
+        self.experts.small_rows()
+    }
+
+    /// A prompt with passes of more rows begins: experts lend memory, until all such prompts have ended.
+    ///
+    /// # Errors
+    /// Those of the source of experts.
+    pub(crate) fn begin_large(&mut self) -> Result<()> {
+        if !self.lent {
+            self.experts.lend(true)?;
+            self.lent = true;
+        }
+        self.large += 1;
+        Ok(())
+    }
+
+    /// Such a prompt has ended. The memory stays where it is until somebody else needs it.
+    pub(crate) fn end_large(&mut self) {
+        self.large -= 1;
+    }
+
+    /// A pass of few rows begins: unless a large one is under way, experts take their memory back.
+    ///
+    /// # Errors
+    /// Those of the source of experts.
+    pub(crate) fn begin_small(&mut self) -> Result<()> {
+        if self.lent && self.large == 0 {
+            self.backend.shrink(self.experts.small_rows());
+            self.experts.lend(false)?;
+            self.lent = false;
+        }
+        Ok(())
     }
 
     /// Notes that the backend has appended `tokens` to `session`.

@@ -86,6 +86,8 @@ pub struct Ingestion {
     chunks: VecDeque<Range<usize>>,
     open: Option<Chunk>,
     read: usize,
+    /// Whether it has passes that need the memory of large ones.
+    large: bool,
     result: Ingested,
 }
 
@@ -107,6 +109,7 @@ impl Ingestion {
             chunks: chunks.into(),
             open: None,
             read: 0,
+            large: false,
             result: Ingested::default(),
         })
     }
@@ -122,6 +125,14 @@ impl Ingestion {
         session: &mut Session,
         request: &mut Request,
     ) -> Result<bool> {
+        let advanced = self.step(engine, session, request);
+        if !matches!(advanced, Ok(false)) {
+            self.end_large(engine);
+        }
+        advanced
+    }
+
+    fn step(&mut self, engine: &mut Engine, session: &mut Session, request: &mut Request) -> Result<bool> {
         if request.cancel.is_cancelled() {
             self.give_up(engine);
             return Err(Error::Cancelled { read: self.read, total: self.tokens.len() });
@@ -173,15 +184,29 @@ impl Ingestion {
             chunk.abort(engine);
         }
         self.chunks.clear();
+        self.end_large(engine);
+    }
+
+    /// Its passes need the memory of large ones no more.
+    fn end_large(&mut self, engine: &mut Engine) {
+        if std::mem::take(&mut self.large) {
+            engine.end_large();
+        }
     }
 
     fn begin(
-        &self,
+        &mut self,
         engine: &mut Engine,
         session: &Session,
         tokens: Range<usize>,
         request: &Request,
     ) -> Result<Chunk> {
+        if tokens.len() <= engine.small_rows() {
+            engine.begin_small()?;
+        } else if !self.large {
+            engine.begin_large()?;
+            self.large = true;
+        }
         let mut pass = Engine::pass(session, &self.tokens[tokens.clone()]);
         pass.logits = self.wanted(&tokens, request).map(|token| token - tokens.start).collect();
         let heard = request.on_checkpoint.is_some();

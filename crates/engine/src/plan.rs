@@ -8,13 +8,19 @@ use model::{GRID, Limits, Model};
 
 use crate::machine::Spare;
 use chunk::PassTime;
-pub use expect::{Expected, Rates, cost, hit_rate};
+pub use expect::{Expected, HitCurve, Rates, Writing, cost};
 
 /// Code, stacks, tokenizer, allocator.
 const FIXED: u64 = 64 << 20;
 
+/// What a cache that lends memory lacks at least of all experts.
+const MARGIN: u64 = 4096;
+
 /// Least memory left to others when a cache is sized by itself.
 const RESERVE: u64 = 512 << 20;
+
+/// Rows up to which a pass is small: single tokens, short turns. Larger ones may borrow memory of the cache.
+pub const SMALL_ROWS: usize = 512;
 
 /// What the user wants of the cache of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,8 +40,21 @@ pub enum CacheWish {
 pub enum Cache {
     /// In the mapped file; the system caches it.
     Mapped,
-    /// In slots of so many bytes.
+    /// In slots of so many bytes, while tokens are written.
     Slots(u64),
+}
+
+/// What a phase of a run takes, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Phase {
+    /// `load`, `read` or `write`.
+    pub name: &'static str,
+    /// Activations.
+    pub scratch: u64,
+    /// Slots of experts.
+    pub slots: u64,
+    /// Everything this process owns then.
+    pub total: u64,
 }
 
 /// What a plan is made for.
@@ -48,10 +67,13 @@ pub struct Needs<'a> {
     pub kv: KvType,
     /// Tokens of the prompt, if they are known.
     pub prompt: Option<usize>,
-    /// Rows of a chunk, if the user says so.
-    pub chunk: Option<usize>,
+    /// Rows of a chunk, if they are not the plan's to choose, and why not.
+    pub chunk: Option<(usize, &'static str)>,
     /// Bytes of activations under some limits.
     pub scratch: &'a dyn Fn(&Limits) -> u64,
+    /// Whether activations and slots are in the same memory, so that large chunks may borrow what slots have while
+    /// tokens are written.
+    pub shares: bool,
     /// Bytes of the smallest cache that works.
     pub floor: u64,
     /// What the user wants of the cache.
@@ -72,6 +94,8 @@ pub struct Plan {
     pub state: u64,
     /// Activations of the largest pass.
     pub scratch: u64,
+    /// Bytes that slots lend to activations while passes of more than [`SMALL_ROWS`] rows are computed.
+    pub lent: u64,
     /// Code, stacks, tokenizer, allocator.
     pub fixed: u64,
     /// All routed experts.
@@ -122,21 +146,27 @@ impl Plan {
         rates: &Rates,
     ) -> Result<Plan, NotEnough> {
         let sizes = match needs.chunk {
-            Some(chunk) => vec![chunk],
+            Some((chunk, _)) => vec![chunk],
             None => chunk::candidates(needs.prompt, needs.context, rates.decoding.is_some()),
         };
-        let plans = sizes.iter().map(|&rows| Plan::with_chunk(model, needs, spare, rates, rows));
-        let (plans, refused): (Vec<_>, Vec<_>) = plans.partition(Result::is_ok);
-        let mut plans: Vec<Plan> = plans.into_iter().flatten().collect();
+        let with = |rows| Plan::with_chunk(model, needs, spare, rates, rows);
+        let mut plans: Vec<Plan> = sizes.iter().flat_map(|&rows| with(rows)).collect();
+        if plans.is_empty() {
+            // Slow is better than not at all. The smallest chunk needs least.
+            let halves = (1..).map(|n| (sizes[0] >> n) & !(GRID - 1)).take_while(|&rows| rows > 0);
+            let smaller: Vec<usize> = halves.filter(|_| needs.chunk.is_none()).collect();
+            let found = smaller.iter().find_map(|&rows| with(rows).ok());
+            plans.push(match found {
+                Some(plan) => plan,
+                None => with(smaller.last().copied().unwrap_or(sizes[0]))?,
+            });
+        }
         // Beside a smaller chunk experts may fit that do not beside a larger one: then nothing need be read.
         if let Some(least) = plans.iter().map(|plan| plan.streamed).min().filter(|&least| least == 0) {
             plans.retain(|plan| plan.streamed == least);
         }
         let times: Vec<_> = plans.iter().map(|plan| (plan.chunk, plan.pass)).collect();
-        let Some(index) = chunk::choose(needs.prompt, &times) else {
-            // The smallest chunk needs least.
-            return Err(refused.into_iter().find_map(Result::err).expect("nothing was planned"));
-        };
+        let index = chunk::choose(needs.prompt, &times).expect("there is a plan");
         let mut plan = plans.swap_remove(index);
         plan.chunk_reason = plan.explain(needs);
         plan.expected = plan.expect(model, needs, rates);
@@ -160,6 +190,7 @@ impl Plan {
             kv: (positions * shape.position_len() * limits.kv.bytes()) as u64,
             state: 2 * (shape.slot_len() * size_of::<f32>()) as u64,
             scratch: (needs.scratch)(&limits),
+            lent: 0,
             fixed: FIXED,
             experts: model.expert_bytes(),
             cache: Cache::Mapped,
@@ -182,11 +213,11 @@ impl Plan {
     /// nothing below two layers.
     fn streamed_bytes(&self, layers: usize) -> u64 {
         let layer = self.experts / layers.max(1) as u64;
-        match self.cache {
-            Cache::Mapped => 0,
-            Cache::Slots(bytes) if bytes >= self.experts => 0,
-            Cache::Slots(bytes) if bytes <= 2 * layer => self.experts,
-            Cache::Slots(bytes) => (self.experts + layer + layer / 4).saturating_sub(bytes).min(self.experts),
+        let Cache::Slots(bytes) = self.cache else { return 0 };
+        match bytes - self.lent {
+            bytes if bytes >= self.experts => 0,
+            bytes if bytes <= 2 * layer => self.experts,
+            bytes => (self.experts + layer + layer / 4).saturating_sub(bytes).min(self.experts),
         }
     }
 
@@ -199,7 +230,7 @@ impl Plan {
         let PassTime { load, .. } = self.pass;
         let rows = needs.prompt.map_or(self.chunk, |prompt| prompt.min(self.chunk));
         let (compute, gib) = (self.pass.compute(rows), self.streamed as f64 / (1u64 << 30) as f64);
-        let asked = if needs.chunk.is_some() { "asked for; " } else { "" };
+        let given = needs.chunk.map_or(String::new(), |(_, why)| format!("{why}; "));
         let why = match (self.streamed, needs.prompt) {
             (0, Some(prompt)) if prompt <= self.chunk => "the whole prompt".to_string(),
             (0, _) => "nothing is read meanwhile".to_string(),
@@ -214,7 +245,7 @@ impl Plan {
             }
             _ => format!("reading decides: {gib:.1} GiB for each take {load:.1} s, computing {compute:.1} s"),
         };
-        format!("{asked}{why}")
+        format!("{given}{why}")
     }
 
     fn expect(&self, model: &Model, needs: &Needs, rates: &Rates) -> Expected {
@@ -236,13 +267,29 @@ impl Plan {
         self.dense + self.kv + self.state + self.scratch + self.fixed
     }
 
-    /// Everything this process owns; the mapped file belongs to the system's cache.
+    /// Everything this process owns, at most; the mapped file belongs to the system's cache.
     pub fn total(&self) -> u64 {
-        self.without_experts()
-            + match self.cache {
-                Cache::Mapped => 0,
-                Cache::Slots(bytes) => bytes,
-            }
+        self.without_experts() + self.slots() - self.lent
+    }
+
+    fn slots(&self) -> u64 {
+        match self.cache {
+            Cache::Mapped => 0,
+            Cache::Slots(bytes) => bytes,
+        }
+    }
+
+    /// What is taken while dense weights are loaded, prompts are read, tokens are written.
+    pub fn phases(&self) -> [Phase; 3] {
+        let rest = self.dense + self.fixed;
+        let all = rest + self.kv + self.state;
+        let phase =
+            |name, scratch, slots, rest| Phase { name, scratch, slots, total: rest + scratch + slots };
+        [
+            phase("load", 0, 0, rest),
+            phase("read", self.scratch, self.slots() - self.lent, all),
+            phase("write", self.scratch - self.lent, self.slots(), all),
+        ]
     }
 
     fn choose(&mut self, needs: &Needs, spare: Option<&Spare>) -> Result<(), NotEnough> {
@@ -283,7 +330,23 @@ impl Plan {
         } else if room.is_some_and(|room| bytes > room) {
             self.warning = Some("the cache is larger than the memory there is".to_string());
         }
+        if needs.cache == CacheWish::Auto && needs.shares {
+            self.lend(needs);
+        }
         Ok(())
+    }
+
+    /// Slots take the memory of activations that only large passes need, and lend it to those.
+    fn lend(&mut self, needs: &Needs) {
+        let Cache::Slots(bytes) = self.cache else { return };
+        let small = Limits { pass_rows: self.limits.pass_rows.min(SMALL_ROWS), ..self.limits };
+        let idle = self.scratch.saturating_sub((needs.scratch)(&small));
+        // A cache of everything has nothing to read, so it lends nothing.
+        let most = self.experts - self.experts.min(MARGIN);
+        let slots = (bytes + idle).min(most).max(bytes);
+        if bytes < self.experts {
+            (self.cache, self.lent) = (Cache::Slots(slots), slots - bytes);
+        }
     }
 }
 

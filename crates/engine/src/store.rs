@@ -22,7 +22,9 @@ use model::{Capabilities, KvType, Model, Snapshot};
 use sha2::{Digest, Sha256};
 
 use crate::prefix::PrefixTree;
-use format::{Bad, Hash, Head, hash, hex, segment_bytes, segments, token_bytes};
+use format::{
+    Bad, Hash, Head, KnownSegments, hash, hex, segment, segment_bytes, segment_pages, segments, token_bytes,
+};
 
 /// Sessions waiting to be written; beyond that a session is not stored this time.
 const WAITING: usize = 2;
@@ -99,6 +101,8 @@ struct Shared {
     shape: SnapshotShape,
     budget: u64,
     index: Mutex<Index>,
+    /// Segments that need not be hashed again.
+    known: Mutex<KnownSegments>,
 }
 
 /// What is in the folder.
@@ -132,8 +136,14 @@ impl Store {
         let folder = folder.join(&hex(&fingerprint.0)[..16]);
         fs::create_dir_all(&folder)?;
         let index = Index { tree: PrefixTree::new(), entries: HashMap::new(), segments: HashSet::new() };
-        let shared =
-            Arc::new(Shared { folder, fingerprint: fingerprint.0, shape, budget, index: Mutex::new(index) });
+        let shared = Arc::new(Shared {
+            folder,
+            fingerprint: fingerprint.0,
+            shape,
+            budget,
+            index: Mutex::new(index),
+            known: Mutex::default(),
+        });
         shared.scan()?;
         shared.trim();
         let (jobs, inbox) = sync_channel(WAITING);
@@ -229,6 +239,11 @@ impl Shared {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn known(&self) -> MutexGuard<'_, KnownSegments> {
+        // Whoever panicked left a list that is right, or lacks an entry.
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn segment_path(&self, name: &Hash) -> PathBuf {
         self.folder.join(hex(name) + ".kv")
     }
@@ -302,7 +317,10 @@ impl Shared {
             }
             segments.push(bytes);
         }
-        head.read_state(&mut file, &segments)
+        let snapshot = head.read_state(&mut file, &segments)?;
+        let mut known = self.known();
+        head.segments.iter().enumerate().for_each(|(n, name)| known.note(segment_pages(&snapshot, n), *name));
+        Ok(snapshot)
     }
 
     fn save(&self, tokens: Vec<u32>, snapshot: &Snapshot) -> io::Result<()> {
@@ -310,18 +328,28 @@ impl Shared {
         if self.index().entries.contains_key(&name) || tokens.len() != snapshot.position {
             return Ok(());
         }
-        let mut names = Vec::new();
-        for bytes in segments(snapshot) {
-            let name = hash(&bytes);
-            if !self.index().segments.contains(&name) {
-                self.write(&self.segment_path(&name), |file| file.write_all(&bytes))?;
-            }
-            names.push(name);
-        }
+        let names = (0..segments(snapshot)).map(|n| self.save_segment(snapshot, n));
+        let names = names.collect::<io::Result<Vec<Hash>>>()?;
         let head = Head::new(self.fingerprint, self.shape, tokens, names);
         self.write(&self.folder.join(&name), |file| head.write(snapshot, file))?;
         self.insert(&name, &head, SystemTime::now());
         Ok(())
+    }
+
+    /// Stores a segment that is not there yet. One whose pages have been stored before is neither copied nor hashed.
+    fn save_segment(&self, snapshot: &Snapshot, n: usize) -> io::Result<Hash> {
+        let pages = segment_pages(snapshot, n);
+        let known = self.known().name(pages);
+        if let Some(name) = known.filter(|name| self.index().segments.contains(name)) {
+            return Ok(name);
+        }
+        let bytes = segment(snapshot, n);
+        let name = known.unwrap_or_else(|| hash(&bytes));
+        if !self.index().segments.contains(&name) {
+            self.write(&self.segment_path(&name), |file| file.write_all(&bytes))?;
+        }
+        self.known().note(pages, name);
+        Ok(name)
     }
 
     /// A file that is there as a whole or not at all.
@@ -374,5 +402,67 @@ impl Shared {
                 let _ = fs::remove_file(self.segment_path(&segment));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::state::PAGE;
+    use model::state::host::Page;
+
+    use super::*;
+
+    #[test]
+    fn only_segments_in_new_pages_are_hashed() {
+        let shape = SnapshotShape {
+            delta_layers: 1,
+            window: 1,
+            state: 1,
+            attention_layers: 1,
+            kv_heads: 1,
+            head_dim: 2,
+            kv: KvType::F16,
+        };
+        let folder = std::env::temp_dir().join(format!("redlite-hashed-{}", std::process::id()));
+        let store = Store::open(&folder, Fingerprint([1; 32]), shape, 1 << 30).unwrap();
+        let shared = &store.shared;
+        let pages = |count: usize| -> Vec<Arc<Page>> {
+            let page = |n: usize| {
+                let mut page = Page::new(&shape);
+                page.write_bytes(0, &[n as u8 + 1; 4]);
+                Arc::new(page)
+            };
+            (0..count).map(page).collect()
+        };
+        let of = |pages: Vec<Arc<Page>>| Snapshot {
+            shape,
+            position: pages.len() * PAGE,
+            recurrent: Arc::new(vec![0.0; shape.slot_len()]),
+            pages,
+        };
+        let each = format::SEGMENT / PAGE;
+        let mut first = of(pages(2 * each));
+        let names = [0, 1].map(|n| shared.save_segment(&first, n).unwrap());
+        assert_eq!(names, [0, 1].map(|n| hash(&segment(&first, n))));
+        // Those of the same pages are taken at their word: this would be another name otherwise.
+        let wrong = [7; 32];
+        shared.known.lock().unwrap().0.iter_mut().find(|(_, name)| *name == names[0]).unwrap().1 = wrong;
+        shared.index().segments.extend(names.into_iter().chain([wrong]));
+        let more = of(first.pages.iter().cloned().chain(pages(each)).collect());
+        assert_eq!(shared.save_segment(&more, 0).unwrap(), wrong);
+        assert_eq!(shared.save_segment(&more, 1).unwrap(), names[1]);
+        assert_eq!(shared.save_segment(&more, 2).unwrap(), names[0], "new pages with the same bytes");
+        // Nor are they when a page has been written since, or its place is another's.
+        drop(more);
+        let page = Arc::make_mut(&mut first.pages[0]);
+        page.write_bytes(0, &[9; 4]);
+        assert_eq!(shared.save_segment(&first, 0).unwrap(), hash(&segment(&first, 0)));
+        // A file that has gone is written again.
+        shared.index().segments.remove(&names[1]);
+        fs::remove_file(shared.segment_path(&names[1])).unwrap();
+        assert_eq!(shared.save_segment(&first, 1).unwrap(), names[1]);
+        assert!(shared.segment_path(&names[1]).exists());
+        drop(store);
+        fs::remove_dir_all(folder).unwrap();
     }
 }

@@ -17,6 +17,7 @@ fn needs(scratch: &dyn Fn(&Limits) -> u64) -> Needs<'_> {
         prompt: None,
         chunk: None,
         scratch,
+        shares: true,
         lasting: false,
         floor: FLOOR,
         cache: CacheWish::Auto,
@@ -25,7 +26,7 @@ fn needs(scratch: &dyn Fn(&Limits) -> u64) -> Needs<'_> {
 
 fn plan(model: &Model, wish: CacheWish, memory: Option<u64>) -> Result<Plan, String> {
     let scratch = |_: &Limits| SCRATCH;
-    let needs = Needs { cache: wish, chunk: Some(128), ..needs(&scratch) };
+    let needs = Needs { cache: wish, chunk: Some((128, "asked for")), ..needs(&scratch) };
     let spare = memory.map(|bytes| Spare { bytes, limit: "a test" });
     Plan::new(model, &needs, spare.as_ref(), &Rates::default()).map_err(|error| error.to_string())
 }
@@ -39,7 +40,7 @@ fn a_cache_is_what_memory_leaves_and_never_below_the_floor() {
     assert_eq!(roomy.cache, Cache::Mapped, "everything fits");
     assert_eq!(of(CacheWish::Auto, None).cache, Cache::Mapped, "nobody knows");
     let scratch = |_: &Limits| SCRATCH;
-    let lasting = Needs { chunk: Some(128), lasting: true, ..needs(&scratch) };
+    let lasting = Needs { chunk: Some((128, "asked for")), lasting: true, ..needs(&scratch) };
     let spare = Spare { bytes: 1 << 40, limit: "a test" };
     let kept = Plan::new(model, &lasting, Some(&spare), &Rates::default()).unwrap();
     assert_eq!(kept.cache, Cache::Slots(model.expert_bytes()), "worth filling");
@@ -124,7 +125,11 @@ fn chunks_shrink_to_the_memory_there_is() {
         assert!(plan.chunk as u64 <= rows, "{} in {rows}", plan.chunk);
         assert!(plan.without_experts() + FLOOR <= least + rows * 1_000);
     }
-    assert!(chunked(model, 16_384, least, 1.0).unwrap_err().contains("not enough memory"));
+    // Below the smallest chunk that is chosen freely; only the smallest of all says how much is missing.
+    let plan = chunked(model, 16_384, least + 64 * 1_000 + 64_000, 1.0).unwrap();
+    assert!((64..512).contains(&plan.chunk), "{}", plan.chunk);
+    let error = chunked(model, 16_384, least, 1.0).unwrap_err();
+    assert!(error.contains("not enough memory") && error.contains(&(least + 128_000).to_string()), "{error}");
 }
 
 #[test]
@@ -140,4 +145,50 @@ fn where_everything_fits_beside_a_smaller_chunk_nothing_is_read() {
     let needed = (roomy.without_experts() - roomy.scratch + roomy.experts + 5_000_000) * 8 / 7;
     let tight = plan(needed);
     assert!(tight.cache == Cache::Mapped && tight.chunk < 5_000, "{:?} {}", tight.cache, tight.chunk);
+}
+
+#[test]
+fn slots_lend_what_only_large_chunks_need() {
+    let tiny = TinyModel::new(TinyOptions::default());
+    let model = &tiny.model;
+    let scratch = |limits: &Limits| 1_000 * limits.pass_rows as u64;
+    let needs = |chunk, cache, shares| Needs {
+        positions: 40_000,
+        context: 40_000,
+        chunk: Some((chunk, "asked for")),
+        cache,
+        shares,
+        ..needs(&scratch)
+    };
+    let plan = |needs: &Needs, bytes| {
+        Plan::new(model, needs, Some(&Spare { bytes, limit: "a test" }), &Rates::default()).unwrap()
+    };
+    let slots = |plan: &Plan| match plan.cache {
+        Cache::Slots(bytes) => bytes,
+        Cache::Mapped => panic!("slots"),
+    };
+    let large = 512 + 64 + 40;
+    let alone = plan(&needs(large, CacheWish::Auto, false), 1 << 40);
+    // Half of the experts beside the activations of a large chunk.
+    let memory = (alone.without_experts() + model.expert_bytes() / 2) / 7 * 8;
+    let apart = plan(&needs(large, CacheWish::Auto, false), memory);
+    let shared = plan(&needs(large, CacheWish::Auto, true), memory);
+    assert_eq!((apart.lent, shared.lent), (0, 1_000 * (large as u64 + 64 - 512)));
+    assert_eq!(slots(&shared), slots(&apart) + shared.lent);
+    assert_eq!((shared.total(), shared.streamed), (apart.total(), apart.streamed));
+    let [load, read, write] = shared.phases();
+    assert_eq!((load.name, read.name, write.name), ("load", "read", "write"));
+    assert_eq!((read.total, write.total), (shared.total(), shared.total()), "each phase takes all of it");
+    assert_eq!((read.slots, write.slots), (slots(&apart), slots(&shared)));
+    assert_eq!((read.scratch, write.scratch), (shared.scratch, 512_000));
+    assert_eq!(load.total, shared.dense + shared.fixed);
+    // Nothing to lend: small chunks, a size that was asked for, experts from the mapped file.
+    assert_eq!(plan(&needs(256, CacheWish::Auto, true), memory).lent, 0);
+    let asked = plan(&needs(large, CacheWish::Bytes(60_000), true), memory);
+    assert_eq!((asked.lent, slots(&asked)), (0, 60_000));
+    assert_eq!(plan(&needs(large, CacheWish::Auto, true), 1 << 40).lent, 0);
+    // What is lent never makes a cache of everything, which nothing would be read into.
+    let tight = (alone.without_experts() + model.expert_bytes() - 5_000) / 7 * 8;
+    let most = plan(&needs(large, CacheWish::Auto, true), tight);
+    assert!(slots(&most) < model.expert_bytes() && most.lent > 0, "{} {}", slots(&most), most.lent);
 }

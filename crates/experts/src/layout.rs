@@ -1,11 +1,16 @@
 //! Where experts are in the files, and how memory is cut into slots for them.
 
+use std::ops::Range;
+
 use model::{ExpertTensor, Model};
 
 use crate::error::{Error, Result};
 
 /// Slots begin on cache lines.
 const LINE: usize = 64;
+
+/// Bytes that are read in the time that the reads of an expert take whatever their size.
+const READ_BYTES: f64 = 128.0 * 1024.0;
 
 /// One of the three matrices of a layer's experts, in the file and in a slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +58,8 @@ pub(crate) struct Class {
     pub(crate) slot_bytes: usize,
     /// How many there are.
     pub(crate) slots: usize,
+    /// How many of them stay, the first ones, while the memory of the others is lent.
+    pub(crate) stay: usize,
     /// Layers that use them.
     pub(crate) layers: usize,
 }
@@ -70,54 +77,47 @@ impl Layout {
     /// Cuts at most `budget` bytes into slots for the experts of `model`, read with `alignment` (1, or the
     /// block of direct reads). `None` is as much as all experts need.
     ///
-    /// There is a class of slots for each size of triplet, with the same number of slots for every layer. Where
+    /// There is a class of slots for each size of triplet; layers with smaller ones get more of them. Where
     /// that would leave a class too few to stream a layer through, all slots have the largest size.
     ///
     /// # Errors
     /// [`Error::Budget`] below three times the experts of a token.
     pub fn new(model: &Model, budget: Option<u64>, alignment: usize) -> Result<Layout> {
+        Layout::lending(model, budget, 0, alignment)
+    }
+
+    /// As [`Layout::new`], where `lent` bytes of the budget are for something else from time to time: then the slots that
+    /// stay hold to the smaller budget.
+    ///
+    /// # Errors
+    /// As [`Layout::new`], for the smaller budget.
+    pub fn lending(model: &Model, budget: Option<u64>, lent: u64, alignment: usize) -> Result<Layout> {
+        let (mut layers, mut sizes) = layers(model, alignment);
         let moe = &model.spec.moe;
-        let mut sizes: Vec<usize> = Vec::new();
-        let mut layers: Vec<LayerParts> = Vec::new();
-        for layout in &model.experts {
-            let mut size = 0;
-            let parts = [&layout.gate, &layout.up, &layout.down].map(|tensor| {
-                let part = part(model, tensor, size);
-                size += room(part.bytes, alignment);
-                part
-            });
-            let class = sizes.iter().position(|&known| known == size).unwrap_or_else(|| {
-                sizes.push(size);
-                sizes.len() - 1
-            });
-            layers.push(LayerParts { class, parts });
-        }
         let count = |class: usize| layers.iter().filter(|layer| layer.class == class).count();
         let counts: Vec<usize> = (0..sizes.len()).map(count).collect();
         let all: Vec<usize> = counts.iter().map(|layers| layers * moe.experts).collect();
         let budget = budget.unwrap_or(u64::MAX);
-        let slots = match cut(&sizes, &all, &counts, budget) {
-            Some(slots) if slots.iter().zip(&all).all(|(&n, &all)| n >= all.min(moe.experts * 3 / 2)) => {
-                slots
+        let smaller = budget - lent.min(budget);
+        let cut = |budget| cut(&sizes, &all, &counts, budget);
+        let (mut slots, mut stay) = (cut(budget), cut(smaller));
+        if stay.iter().zip(&all).any(|(&n, &all)| n < all.min(moe.experts * 3 / 2)) {
+            let largest = sizes.iter().copied().max().unwrap_or(1);
+            let total: usize = all.iter().sum();
+            let of = |budget: u64| usize::try_from(budget / largest as u64).unwrap_or(usize::MAX).min(total);
+            let least = total.min(3 * moe.used);
+            if of(smaller) < least {
+                let needed = (least * largest) as u64;
+                return Err(Error::Budget { budget: smaller, needed, used: moe.used });
             }
-            _ => {
-                let largest = sizes.iter().copied().max().unwrap_or(1);
-                let total: usize = all.iter().sum();
-                let least = total.min(3 * moe.used);
-                let slots = usize::try_from(budget / largest as u64).unwrap_or(usize::MAX).min(total);
-                if slots < least {
-                    let needed = (least * largest) as u64;
-                    return Err(Error::Budget { budget, needed, used: moe.used });
-                }
-                layers.iter_mut().for_each(|layer| layer.class = 0);
-                sizes = vec![largest];
-                vec![slots]
-            }
-        };
+            (slots, stay, sizes) = (vec![of(budget)], vec![of(smaller)], vec![largest]);
+            layers.iter_mut().for_each(|layer| layer.class = 0);
+        }
         let mut base = 0;
-        let classes = sizes.iter().zip(&slots).enumerate().map(|(class, (&slot_bytes, &slots))| {
+        let classes = sizes.iter().enumerate().map(|(class, &slot_bytes)| {
             let layers = layers.iter().filter(|layer| layer.class == class).count();
-            let this = Class { base, slot_bytes, slots, layers };
+            let (slots, stay) = (slots[class], stay[class].min(slots[class]));
+            let this = Class { base, slot_bytes, slots, stay, layers };
             base += slot_bytes * slots;
             this
         });
@@ -128,6 +128,19 @@ impl Layout {
     /// Bytes of all slots.
     pub fn bytes(&self) -> u64 {
         self.classes.iter().map(|class| (class.slot_bytes * class.slots) as u64).sum()
+    }
+
+    /// Bytes of the slots whose memory can be lent.
+    pub fn lent_bytes(&self) -> u64 {
+        self.lent_ranges().map(|range| range.len() as u64).sum()
+    }
+
+    /// Where the slots whose memory can be lent lie in the arena.
+    pub(crate) fn lent_ranges(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        self.classes.iter().map(|class| {
+            let at = |slot| class.base + slot * class.slot_bytes;
+            at(class.stay)..at(class.slots)
+        })
     }
 
     /// Slots in all.
@@ -169,21 +182,51 @@ fn part(model: &Model, tensor: &ExpertTensor, at: usize) -> Part {
     }
 }
 
-/// Slots of each class, the same number for every layer, what is left over to whichever class it fits. `None`
-/// if not even one slot a layer fits.
-fn cut(sizes: &[usize], all: &[usize], layers: &[usize], budget: u64) -> Option<Vec<usize>> {
-    let each: u64 = sizes.iter().zip(layers).map(|(&size, &layers)| (size * layers) as u64).sum();
-    let count = usize::try_from(budget / each.max(1)).unwrap_or(usize::MAX);
-    let mut slots: Vec<usize> =
-        all.iter().zip(layers).map(|(&all, &layers)| all.min(count.saturating_mul(layers))).collect();
-    let used: u64 = slots.iter().zip(sizes).map(|(&slots, &size)| (slots * size) as u64).sum();
-    let mut left = budget - used;
+/// The layers of a model, and the sizes of slots they need, each once.
+fn layers(model: &Model, alignment: usize) -> (Vec<LayerParts>, Vec<usize>) {
+    let mut sizes: Vec<usize> = Vec::new();
+    let layers = model.experts.iter().map(|layout| {
+        let mut size = 0;
+        let parts = [&layout.gate, &layout.up, &layout.down].map(|tensor| {
+            let part = part(model, tensor, size);
+            size += room(part.bytes, alignment);
+            part
+        });
+        let class = sizes.iter().position(|&known| known == size).unwrap_or_else(|| {
+            sizes.push(size);
+            sizes.len() - 1
+        });
+        LayerParts { class, parts }
+    });
+    let layers = layers.collect();
+    (layers, sizes)
+}
+
+/// Slots of each class for a budget.
+///
+/// If the hits of a layer grow with the logarithm of its slots n, the time of misses that another slot saves is
+/// (a + b s) / n for slots of s bytes, so a byte saves most where n grows with 1 + (a / b) / s: smaller experts
+/// get more slots. What is left over goes to whichever class it fits.
+fn cut(sizes: &[usize], all: &[usize], layers: &[usize], budget: u64) -> Vec<usize> {
+    let weight = |size: usize| 1.0 + READ_BYTES / size as f64;
+    let each: f64 = sizes.iter().zip(layers).map(|(&size, &n)| (size * n) as f64 * weight(size)).sum();
+    let count = budget as f64 / each.max(1.0);
+    let mut left = budget;
+    let mut take = |size: usize, wanted: usize| {
+        let slots = usize::try_from(left / size as u64).unwrap_or(usize::MAX).min(wanted);
+        left -= (slots * size) as u64;
+        slots
+    };
+    let mut slots: Vec<usize> = (0..sizes.len())
+        .map(|class| {
+            let wanted = (count * weight(sizes[class]) * layers[class] as f64) as usize;
+            take(sizes[class], wanted.min(all[class]))
+        })
+        .collect();
     for (class, &size) in sizes.iter().enumerate() {
-        let more = usize::try_from(left / size as u64).unwrap_or(usize::MAX).min(all[class] - slots[class]);
-        slots[class] += more;
-        left -= (more * size) as u64;
+        slots[class] += take(size, all[class] - slots[class]);
     }
-    (count > 0).then_some(slots)
+    slots
 }
 
 #[cfg(test)]
@@ -191,12 +234,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn classes_share_a_budget_by_layers() {
-        // Ten layers of 100-byte experts, thirty of 60-byte ones, sixteen experts each.
-        let found = cut(&[100, 60], &[160, 480], &[10, 30], 2_800 * 5 + 130).unwrap();
-        assert_eq!(found, [51, 150], "five a layer, and one of the first class for what is left");
-        assert_eq!(cut(&[100, 60], &[160, 480], &[10, 30], u64::MAX).unwrap(), [160, 480]);
-        assert_eq!(cut(&[100, 60], &[160, 480], &[10, 30], 2_799), None);
+    fn classes_share_a_budget_and_smaller_experts_get_more() {
+        // Ten layers of experts of 900 KB, thirty of 300 KB ones, 16 experts each.
+        let (sizes, all, layers) = ([900_000, 300_000], [160, 480], [10, 30]);
+        let bytes = |slots: &[usize]| -> usize { slots.iter().zip(sizes).map(|(n, size)| n * size).sum() };
+        for budget in (120_000_000..250_000_000).step_by(7_123_457) {
+            let slots = cut(&sizes, &all, &layers, budget);
+            let left = budget - bytes(&slots) as u64;
+            assert!(left < 300_000 || slots[0] == all[0], "nothing is left over: {slots:?}");
+            assert!(slots[0] * 30 < slots[1] * 10, "{slots:?}");
+        }
+        assert_eq!(cut(&sizes, &all, &layers, u64::MAX), all);
+        assert_eq!(cut(&sizes, &all, &layers, 299_999), [0, 0]);
+        assert_eq!(cut(&sizes, &all, &layers, 300_000), [0, 1]);
+        // Ten of each by weight, which is 11.5 and 14.4.
+        assert_eq!(cut(&sizes, &all, &layers, 232_500_000), [114, 433]);
     }
 
     #[test]

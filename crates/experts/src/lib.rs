@@ -12,7 +12,10 @@
 //! - **Small passes** (decoding, short turns). What is missing is read at once; the least recently used goes. While a
 //!   layer computes, the experts that the next layer's router would choose for the same rows are read already.
 //!
-//! Neither changes a result: a wave's bytes are complete before it is handed out and stay until it has been
+//! Activations of large chunks may borrow memory of slots ([`Loan`]): before the first one the last slots of each size are
+//! given up, and they are taken back when single tokens are computed again.
+//!
+//! None of this changes a result: a wave's bytes are complete before it is handed out and stay until it has been
 //! computed.
 
 mod error;
@@ -30,4 +33,4 @@ pub use error::{Error, Result};
 pub use layout::Layout;
 pub use reader::{Io, Reader};
 pub use stats::{Span, Stats, Wait};
-pub use store::{Monitor, Options, Store};
+pub use store::{Loan, Monitor, Options, Store};

@@ -36,23 +36,26 @@ struct ClassPolicy {
 }
 
 impl Policy {
-    pub(crate) fn new(layout: &Layout, used: usize) -> Policy {
+    /// For the cut `layout`, while the memory of some slots is `lent` or not.
+    pub(crate) fn new(layout: &Layout, used: usize, lent: bool) -> Policy {
         let experts = layout.experts;
         let classes: Vec<ClassPolicy> = (layout.classes.iter())
             .map(|class| {
+                let (slots, layers) = (if lent { class.stay } else { class.slots }, class.layers);
                 // A layer and a quarter streams ahead; below two layers everything does.
-                let window = match class.slots {
-                    slots if slots == class.layers * experts => 0,
+                let window = match slots {
+                    slots if slots == layers * experts => 0,
                     slots if slots <= 2 * experts => slots,
                     _ => experts + experts / 4,
                 };
-                ClassPolicy { slots: class.slots, layers: class.layers, keep: class.slots - window }
+                ClassPolicy { slots, layers, keep: slots - window }
             })
             .collect();
         let largest = layout.layers.iter().flat_map(|layer| &layer.parts).map(|part| part.bytes).max();
         let fewest = classes.iter().map(|class| class.slots).min().unwrap_or(1);
         let run = (RUN_BYTES / largest.unwrap_or(1).max(1)).clamp(1, (fewest / 8).max(1));
-        Policy { experts, layers: layout.layers.len(), used, full: layout.is_full(), run, classes }
+        let full = classes.iter().all(|class| class.slots == class.layers * experts);
+        Policy { experts, layers: layout.layers.len(), used, full, run, classes }
     }
 
     /// Positions of a scan: all experts of all layers.
@@ -63,6 +66,16 @@ impl Policy {
     /// Whether a pass of `rows` rows reads whole layers.
     pub(crate) fn scans(&self, rows: usize) -> bool {
         rows * self.used >= SCAN_PAIRS * self.experts
+    }
+
+    /// Classes of slots.
+    pub(crate) fn classes(&self) -> usize {
+        self.classes.len()
+    }
+
+    /// Slots of a class.
+    pub(crate) fn slots(&self, class: usize) -> usize {
+        self.classes[class].slots
     }
 
     /// Slots of a class that stay while a scan goes through the others.

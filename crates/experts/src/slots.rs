@@ -62,6 +62,8 @@ struct Entry {
 #[derive(Clone, Debug)]
 struct ClassBooks {
     slots: Range<SlotId>,
+    /// Slots from here on are not used: their memory is lent.
+    end: SlotId,
     free: BinaryHeap<Reverse<SlotId>>,
     coldest: SlotId,
     hottest: SlotId,
@@ -102,7 +104,8 @@ impl Slots {
                 after: NONE,
             }));
             let free = slots.clone().map(Reverse).collect();
-            classes.push(ClassBooks { slots, free, coldest: NONE, hottest: NONE, listed: 0 });
+            let end = slots.end;
+            classes.push(ClassBooks { slots, end, free, coldest: NONE, hottest: NONE, listed: 0 });
         }
         let keys = layer_class.len() * experts;
         let kept = vec![0; layer_class.len()];
@@ -151,9 +154,44 @@ impl Slots {
         self.classes[class].listed
     }
 
-    /// Slots of a class.
+    /// Slots of a class in use.
     pub(crate) fn count(&self, class: usize) -> usize {
-        self.classes[class].slots.len()
+        let class = &self.classes[class];
+        (class.end - class.slots.start) as usize
+    }
+
+    /// Slots of a class from number `count` on are not used any more: what is ready there is given up now, what
+    /// is loading as soon as it is complete. None of them may be pinned.
+    pub(crate) fn withdraw(&mut self, class: usize, count: usize) {
+        let books = &mut self.classes[class];
+        let end = books.slots.start + count as SlotId;
+        let gone = end..std::mem::replace(&mut books.end, end);
+        books.free.retain(|&Reverse(slot)| slot < end);
+        for slot in gone {
+            if self.entries[slot as usize].state == State::Ready {
+                self.discard(slot);
+            }
+        }
+    }
+
+    /// All slots of a class are used again.
+    pub(crate) fn bring_back(&mut self, class: usize) {
+        let books = &mut self.classes[class];
+        let back = std::mem::replace(&mut books.end, books.slots.end)..books.slots.end;
+        let entries = &self.entries;
+        let is_free = |slot: &SlotId| entries[*slot as usize].state == State::Free;
+        books.free.extend(back.filter(is_free).map(Reverse));
+    }
+
+    /// Whether slots that are not used any more are still being written.
+    pub(crate) fn is_draining(&self) -> bool {
+        let busy = |slot: SlotId| self.entries[slot as usize].state != State::Free;
+        self.classes.iter().any(|books| (books.end..books.slots.end).any(busy))
+    }
+
+    /// Whether a slot is not used any more.
+    pub(crate) fn is_withdrawn(&self, slot: SlotId) -> bool {
+        slot >= self.classes[self.entries[slot as usize].class as usize].end
     }
 
     /// Experts of a layer that are ready and not reserved.
@@ -197,8 +235,11 @@ impl Slots {
 
     /// A load is complete.
     pub(crate) fn publish(&mut self, slot: SlotId) {
+        assert_eq!(self.entries[slot as usize].state, State::Loading);
+        if self.is_withdrawn(slot) {
+            return self.cancel(slot);
+        }
         let entry = &mut self.entries[slot as usize];
-        assert_eq!(entry.state, State::Loading);
         entry.state = State::Ready;
         if !entry.reserved {
             self.kept[entry.key as usize / self.experts] += 1;
@@ -257,7 +298,10 @@ impl Slots {
         self.wasted += u64::from(entry.origin == Origin::Predicted);
         self.table[entry.key as usize] = NONE;
         (entry.key, entry.state, entry.reserved) = (NONE, State::Free, false);
-        self.classes[entry.class as usize].free.push(Reverse(slot));
+        let books = &mut self.classes[entry.class as usize];
+        if slot < books.end {
+            books.free.push(Reverse(slot));
+        }
     }
 
     fn link(&mut self, slot: SlotId, place: Place) {

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use model::Error;
+use model::{Error, LayerCall};
 
 use crate::layout::Layout;
 use crate::load::{Item, Load};
@@ -61,11 +61,25 @@ impl Pinned {
     }
 }
 
+/// What can be done about a wave.
+#[derive(Debug)]
+pub(crate) enum Attempt {
+    /// The first ones, as many as make a wave, are ready and pinned.
+    Ready,
+    /// A load has to be complete first.
+    Wait,
+    /// A load of one of them failed.
+    Failed(Error),
+}
+
 /// The shared state.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) slots: Slots,
     pub(crate) policy: Policy,
+    /// The policy while the memory of some slots is lent, or while it is not: the other one.
+    other: Policy,
+    lent: bool,
     pub(crate) urgent: VecDeque<Queued>,
     pub(crate) ahead: VecDeque<Queued>,
     /// Loads queued or being carried out.
@@ -85,13 +99,16 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub(crate) fn new(layout: &Layout, policy: Policy) -> State {
+    /// Nothing is loaded. `used` experts are chosen by a row.
+    pub(crate) fn new(layout: &Layout, used: usize) -> State {
         let counts: Vec<usize> = layout.classes.iter().map(|class| class.slots).collect();
         let classes = layout.layers.iter().map(|layer| layer.class).collect();
         let mut state = State {
             slots: Slots::new(&counts, classes, layout.experts),
             seeds: vec![Vec::new(); layout.layers.len()],
-            policy,
+            policy: Policy::new(layout, used, false),
+            other: Policy::new(layout, used, true),
+            lent: false,
             urgent: VecDeque::new(),
             ahead: VecDeque::new(),
             in_flight: 0,
@@ -147,6 +164,66 @@ impl State {
         self.failure = None;
     }
 
+    /// Slots whose memory is lent from now on lose what they hold, and are used no more. Those that are being
+    /// written just now are free when [`State::is_draining`] says no.
+    pub(crate) fn lend(&mut self) {
+        if !std::mem::replace(&mut self.lent, true) {
+            self.stats.loans += 1;
+            self.unpin_all();
+            std::mem::swap(&mut self.policy, &mut self.other);
+            (0..self.policy.classes()).for_each(|class| self.slots.withdraw(class, self.policy.slots(class)));
+            self.cancel_queued(|queued, slots| {
+                queued.load.items.iter().any(|item| slots.is_withdrawn(item.slot))
+            });
+        }
+    }
+
+    /// Whether lent slots are still being written.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.slots.is_draining()
+    }
+
+    /// The memory of all slots is there again. Large passes are over; what was read ahead for more of them is given
+    /// up.
+    pub(crate) fn take_back(&mut self) {
+        if std::mem::replace(&mut self.lent, false) {
+            self.stats.repaid += 1;
+            std::mem::swap(&mut self.policy, &mut self.other);
+            (0..self.policy.classes()).for_each(|class| self.slots.bring_back(class));
+        }
+        if std::mem::take(&mut self.scan.open) {
+            self.scan.limit = self.scan.next;
+            self.cancel_queued(|queued, _| queued.origin == Origin::Ahead);
+            self.slots.unreserve_all();
+        }
+    }
+
+    /// Asks for what a wave of the first experts of `window` lacks; pins what is ready, if it is enough or waiting would
+    /// be in vain.
+    pub(crate) fn attempt(&mut self, call: &LayerCall, window: &[u32]) -> Attempt {
+        if let Some(error) = self.failure(call.layer, window) {
+            return Attempt::Failed(error);
+        }
+        let (scan, enough) = (self.policy.scans(call.rows), self.policy.enough(call.rows));
+        self.demand(call.layer, window);
+        if scan || self.policy.full {
+            self.pump();
+        }
+        let is_ready = |&&e: &&u32| self.slots.ready(self.slots.key(call.layer, e)).is_some();
+        let ready = window.iter().take_while(is_ready).count();
+        if let Some(&next) = window.get(ready).filter(|_| ready < enough) {
+            let stuck = self.slots.find(self.slots.key(call.layer, next)).is_none();
+            if !stuck || ready == 0 {
+                if stuck && self.in_flight == 0 {
+                    self.make_room(call.layer, next);
+                }
+                return Attempt::Wait;
+            }
+        }
+        self.pin(call.layer, &window[..ready], scan);
+        Attempt::Ready
+    }
+
     /// A layer of a scan begins. `another` says whether a scan will follow this one.
     pub(crate) fn start_scan(&mut self, layer: usize, another: bool) {
         let total = self.policy.positions();
@@ -154,7 +231,10 @@ impl State {
             self.scan.next = self.scan.next.saturating_sub(total);
             self.scan.limit = if another { 2 * total } else { total };
             self.scan.open = true;
-            self.seeds.iter_mut().for_each(Vec::clear);
+            // Rows of the first layer have chosen already.
+            self.seeds.iter_mut().skip(1).for_each(Vec::clear);
+        } else if layer == 1 {
+            self.seeds[0].clear();
         }
         self.scan.next = self.scan.next.max(layer * self.policy.experts);
         self.pump();
@@ -369,20 +449,32 @@ impl State {
 
     /// Drops predictions for `layer` that nobody has begun to read and that are not among `used`.
     fn cancel_predicted(&mut self, layer: usize, used: &[u32]) {
-        let State { ahead, slots, in_flight, stats, .. } = self;
-        ahead.retain(|queued| {
-            let vain = queued.origin == Origin::Predicted
+        self.cancel_queued(|queued, _| {
+            queued.origin == Origin::Predicted
                 && queued.load.layer == layer
-                && queued.load.items.iter().all(|item| used.binary_search(&item.expert).is_err());
-            if vain {
-                for item in &queued.load.items {
-                    slots.set_origin(item.slot, Origin::Demand);
-                    slots.cancel(item.slot);
-                    stats.predicted_cancelled += 1;
-                }
-                *in_flight -= 1;
-            }
-            !vain
+                && queued.load.items.iter().all(|item| used.binary_search(&item.expert).is_err())
         });
     }
+
+    /// Drops loads that are in vain and that nobody has begun to carry out. Whoever needs them asks again.
+    fn cancel_queued(&mut self, vain: impl Fn(&Queued, &Slots) -> bool) {
+        let State { ahead, urgent, slots, in_flight, stats, .. } = self;
+        for queue in [urgent, ahead] {
+            queue.retain(|queued| {
+                let vain = vain(queued, slots);
+                if vain {
+                    for item in &queued.load.items {
+                        slots.set_origin(item.slot, Origin::Demand);
+                        slots.cancel(item.slot);
+                        stats.predicted_cancelled += u64::from(queued.origin == Origin::Predicted);
+                    }
+                    *in_flight -= 1;
+                }
+                !vain
+            });
+        }
+    }
 }
+
+#[cfg(test)]
+mod tests;

@@ -29,6 +29,10 @@ pub struct Stats {
     pub predicted_cancelled: u64,
     /// Of these, how many were read and evicted unused.
     pub predicted_wasted: u64,
+    /// Times that memory of slots was lent.
+    pub loans: u64,
+    /// Times that it came back.
+    pub repaid: u64,
 }
 
 impl Stats {
@@ -47,6 +51,8 @@ impl Stats {
             predicted_used: self.predicted_used - before.predicted_used,
             predicted_cancelled: self.predicted_cancelled - before.predicted_cancelled,
             predicted_wasted: self.predicted_wasted - before.predicted_wasted,
+            loans: self.loans - before.loans,
+            repaid: self.repaid - before.repaid,
         }
     }
 

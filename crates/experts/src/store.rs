@@ -14,17 +14,30 @@ use model::{
 use crate::error::Error;
 use crate::layout::Layout;
 use crate::load::{Load, Loader};
-use crate::policy::Policy;
 use crate::reader::{self, Io, Reader};
 use crate::slots::Origin;
-use crate::state::{Pinned, Queued, State};
+use crate::state::{Attempt, Pinned, Queued, State};
 use crate::stats::{Span, Stats, Wait};
+
+/// Rows up to which a pass is small, unless a loan says otherwise.
+const SMALL_ROWS: usize = 512;
+
+/// Memory of slots that is lent while passes of many rows are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Loan {
+    /// How much, of the budget.
+    pub bytes: u64,
+    /// Passes of more rows take it.
+    pub rows: usize,
+}
 
 /// What the user may choose.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
     /// Bytes of slots; as much as all experts need if not given.
     pub budget: Option<u64>,
+    /// What of the budget is for something else while large passes are computed. Not of a cache of everything.
+    pub loan: Option<Loan>,
     /// How bytes come from the files.
     pub io: Io,
     /// Reader threads.
@@ -45,6 +58,7 @@ impl Default for Options {
     fn default() -> Options {
         Options {
             budget: None,
+            loan: None,
             io: Io::Cached,
             readers: 4,
             look_ahead: Some(4),
@@ -137,14 +151,14 @@ impl Store {
         options: Options,
         reader: Box<dyn Reader>,
     ) -> Result<Store, Error> {
-        let layout = Layout::new(model, options.budget, reader.alignment())?;
-        let policy = Policy::new(&layout, model.spec.moe.used);
+        let lent = options.loan.map_or(0, |loan| loan.bytes);
+        let layout = Layout::lending(model, options.budget, lent, reader.alignment())?;
         let (arena, memory) = backend.slot_memory(layout.bytes() as usize)?;
         if options.trace {
             memory.trace_copies();
         }
         let paths = model.gguf.shards().iter().map(|shard| shard.path().to_owned()).collect();
-        let state = Mutex::new(State::new(&layout, policy));
+        let state = Mutex::new(State::new(&layout, model.spec.moe.used));
         let layers = layout.layers.len();
         let shared = Arc::new(Shared {
             loader: Loader { layout, reader, memory, paths },
@@ -231,46 +245,23 @@ impl Store {
         Some(experts)
     }
 
-    /// Waits until enough of `window` is ready; pins it and returns how many.
+    /// Waits until enough of `window` is ready, and pins it.
     fn wait_for(&self, call: &LayerCall, window: &[u32]) -> Result<Vec<PlacedExpert>, ModelError> {
         let mut state = self.shared.lock();
         state.unpin_all();
         state.begin_wait();
-        let (scan, enough) = (state.policy.scans(call.rows), state.policy.enough(call.rows));
         let mut since = None;
         loop {
-            if let Some(error) = state.failure(call.layer, window) {
-                return Err(error);
-            }
-            state.demand(call.layer, window);
-            if scan || state.policy.full {
-                state.pump();
-            }
-            let is_ready =
-                |state: &State, e: u32| state.slots.ready(state.slots.key(call.layer, e)).is_some();
-            let ready = window.iter().take_while(|&&expert| is_ready(&state, expert)).count();
-            let next = window.get(ready).copied().filter(|_| ready < enough);
-            let Some(next) = next else { return Ok(self.hand_out(state, call, &window[..ready], since)) };
-            let stuck = state.slots.find(state.slots.key(call.layer, next)).is_none();
-            if stuck && ready > 0 {
-                return Ok(self.hand_out(state, call, &window[..ready], since));
-            }
-            if stuck && state.in_flight == 0 {
-                state.make_room(call.layer, next);
-            }
+            let attempt = state.attempt(call, window);
             self.shared.work.notify_all();
+            match attempt {
+                Attempt::Failed(error) => return Err(error),
+                Attempt::Ready => break,
+                Attempt::Wait => {}
+            }
             since.get_or_insert_with(Instant::now);
             state = self.shared.done.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-    }
-
-    fn hand_out(
-        &self,
-        mut state: MutexGuard<'_, State>,
-        call: &LayerCall,
-        experts: &[u32],
-        since: Option<Instant>,
-    ) -> Vec<PlacedExpert> {
         if let Some(start) = since {
             let end = Instant::now();
             state.stats.wait += end - start;
@@ -278,10 +269,7 @@ impl Store {
                 state.waits.push(Wait { start, end, layer: call.layer });
             }
         }
-        let scan = state.policy.scans(call.rows);
-        state.pin(call.layer, experts, scan);
-        self.shared.work.notify_all();
-        state.pinned.iter().map(|pinned| self.place(pinned, &state)).collect()
+        Ok(state.pinned.iter().map(|pinned| self.place(pinned, &state)).collect())
     }
 }
 
@@ -367,6 +355,27 @@ impl ExpertSource for Store {
         let has_slot = |expert| state.slots.find(state.slots.key(layer, expert)).is_some();
         let experts = 0..state.policy.experts as u32;
         Some(experts.map(|expert| if has_slot(expert) { bias } else { 0.0 }).collect())
+    }
+
+    fn small_rows(&self) -> usize {
+        self.options.loan.map_or(SMALL_ROWS, |loan| loan.rows)
+    }
+
+    fn lend(&mut self, lend: bool) -> Result<(), ModelError> {
+        let mut state = self.shared.lock();
+        if !lend {
+            state.take_back();
+            return Ok(());
+        }
+        state.lend();
+        while state.is_draining() {
+            state = self.shared.done.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(state);
+        let Loader { layout, memory, .. } = &self.shared.loader;
+        // SAFETY: no expert has a slot there and no load writes there, until they are taken back.
+        layout.lent_ranges().for_each(|range| unsafe { memory.give_back(range) });
+        Ok(())
     }
 
     fn wants_choices(&self, call: &LayerCall) -> bool {

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{budget, engine, logits, synthetic, tokens};
-use experts::{Io, Options, Reader, reader};
+use engine::{Cancel, Engine, Ingestion, Request};
+use experts::{Io, Loan, Options, Reader, reader};
 
 const PROMPT: usize = 3_000;
 const ANSWER: usize = 64;
@@ -63,15 +64,20 @@ fn layers_of_different_sizes_have_slots_of_different_sizes() {
     let (mut mapped, _) = engine(model, 2, None);
     let expected = logits(&mut mapped, &prompt, 8);
     let total = experts::Layout::new(model, None, 1).unwrap();
-    // At eight tenths both classes hold a layer and a half; at a quarter the smaller one would not.
-    for (share, uniform) in [(0.8, false), (0.25, true)] {
-        let allowed = (total.bytes() as f64 * share) as u64;
-        let options = Options { budget: Some(allowed), verify: true, ..Options::default() };
+    // At 95 percent both classes hold a layer and a half; at a quarter the smaller one would not. What is lent counts.
+    for (share, lent, uniform) in
+        [(0.95, 0.0, false), (0.98, 0.03, false), (0.9, 0.65, true), (0.25, 0.0, true)]
+    {
+        let of = |share: f64| (total.bytes() as f64 * share) as u64;
+        let (allowed, loan) = (of(share), Some(Loan { bytes: of(lent), rows: 512 }));
+        let options = Options { budget: Some(allowed), loan, verify: true, ..Options::default() };
         let (mut bounded, monitor) = engine(model, 2, Some((options, None)));
         assert_eq!(logits(&mut bounded, &prompt, 8), expected);
         let monitor = monitor.unwrap();
         let (slots, bytes) = (monitor.layout().slots() as u64, monitor.layout().bytes());
         assert!(bytes <= allowed, "the budget holds");
+        let (stays, smaller) = (bytes - monitor.layout().lent_bytes(), of(share) - of(lent));
+        assert!(stays <= smaller && smaller - stays < total.bytes() / 160, "{stays} of {smaller} stay");
         assert_eq!(bytes.is_multiple_of(slots), uniform, "{slots} slots in {bytes} bytes");
         assert!(monitor.stats().loads > 320);
     }
@@ -123,6 +129,69 @@ fn delayed_and_reordered_reads_change_no_bit() {
         let stats = monitor.unwrap().stats();
         assert!(stats.loads > 4 * 320, "evictions were forced: {stats:?}");
     }
+}
+
+#[test]
+fn memory_lent_to_large_chunks_changes_no_bit() {
+    let synthetic = synthetic("lent", false);
+    let model = &synthetic.model;
+    let (prompt, turn) = (tokens(1_500), tokens(700));
+    // Reads a prompt and writes, reads a long turn and writes, then again from the start.
+    let talk = |engine: &mut Engine| {
+        let mut all = Vec::new();
+        for _ in 0..2 {
+            let mut session = engine.open();
+            for (text, more) in [(&prompt[..], 12), (&turn[..], 6), (&turn[..40], 6)] {
+                let mut request = Request::default();
+                all.push(engine.ingest(&mut session, text, &mut request).unwrap().logits);
+                all.extend((0..more).map(|token| engine.step(&mut session, token, &Cancel::new()).unwrap()));
+            }
+            engine.close(session);
+        }
+        all
+    };
+    let (mut mapped, _) = engine(model, 2, None);
+    let expected = talk(&mut mapped);
+    // Down to the floor while it is lent; nothing lent; all but the floor.
+    for (slots, lent) in [(20, 8), (80, 30), (80, 68), (300, 200)] {
+        let bytes = |slots| budget(model, slots, 1);
+        let loan = Some(Loan { bytes: bytes(lent), rows: 512 });
+        let options = Options { budget: Some(bytes(slots)), loan, verify: true, ..Options::default() };
+        let (mut bounded, monitor) = engine(model, 2, Some((options, None)));
+        assert!(talk(&mut bounded) == expected, "{slots} slots, {lent} of them lent");
+        let monitor = monitor.unwrap();
+        assert_eq!(monitor.layout().lent_bytes(), bytes(lent));
+        // Twice in each talk: writing lies between the prompt and the turn.
+        let stats = monitor.stats();
+        assert_eq!((stats.loans, stats.repaid), (4, 4), "{slots} slots, {lent} of them lent");
+    }
+}
+
+#[test]
+fn a_prompt_given_up_returns_what_it_borrowed() {
+    let synthetic = synthetic("given-up", false);
+    let model = &synthetic.model;
+    let loan = Some(Loan { bytes: budget(model, 30, 1), rows: 512 });
+    let options = Options { budget: Some(budget(model, 80, 1)), loan, verify: true, ..Options::default() };
+    let (mut bounded, monitor) = engine(model, 1, Some((options, None)));
+    let (monitor, long) = (monitor.unwrap(), tokens(2_000));
+    let mut session = bounded.open();
+    let mut ingestion = Ingestion::new(&bounded, &session, &long, &Request::default()).unwrap();
+    for _ in 0..40 {
+        assert!(!ingestion.advance(&mut bounded, &mut session, &mut Request::default()).unwrap());
+    }
+    // Another session writes meanwhile: the memory stays lent.
+    let mut other = bounded.open();
+    bounded.step(&mut other, 3, &Cancel::new()).unwrap();
+    assert_eq!((monitor.stats().loans, monitor.stats().repaid), (1, 0));
+    ingestion.give_up(&mut bounded);
+    bounded.step(&mut other, 4, &Cancel::new()).unwrap();
+    assert_eq!((monitor.stats().loans, monitor.stats().repaid), (1, 1));
+    let mut request = Request::default();
+    request.cancel.cancel();
+    assert!(bounded.ingest(&mut session, &long, &mut request).is_err());
+    bounded.step(&mut other, 5, &Cancel::new()).unwrap();
+    assert_eq!(monitor.stats().loans, monitor.stats().repaid);
 }
 
 #[test]

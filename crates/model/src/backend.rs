@@ -182,6 +182,10 @@ pub trait Backend: Send {
     /// Routed experts of one wave, over all rows of the pass.
     fn experts(&mut self, pass: PassId, layer: usize, wave: &Wave) -> Result<()>;
 
+    /// No pass of more than `rows` rows is open or will begin soon: memory that only those need goes back to the system
+    /// (by default nothing does).
+    fn shrink(&mut self, _rows: usize) {}
+
     /// A new arena of `bytes` bytes for expert slots, and its number ([`Slot::arena`]).
     ///
     /// # Errors

@@ -58,6 +58,21 @@ pub trait ExpertSource {
         None
     }
 
+    /// Rows up to which passes leave the source all of its memory. Before a larger one begins, and when the last of them
+    /// is over, [`ExpertSource::lend`] is called.
+    fn small_rows(&self) -> usize {
+        usize::MAX
+    }
+
+    /// Gives up memory that activations of large passes may take from now on, or takes it back. Called between
+    /// [`ExpertSource::release`] and the next wave, whatever passes are open.
+    ///
+    /// # Errors
+    /// Those of the source.
+    fn lend(&mut self, _lend: bool) -> Result<()> {
+        Ok(())
+    }
+
     /// Whether the source wants to hear what each row chooses in a layer.
     fn wants_choices(&self, _call: &LayerCall) -> bool {
         false

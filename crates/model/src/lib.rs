@@ -32,7 +32,7 @@ pub use driver::{Driver, Observer, Progress, Quiet};
 pub use error::{Error, Result};
 pub use experts::{ExpertSource, LayerCall, MappedExperts};
 pub use model::{Model, ResidentWeights};
-pub use pages::prefer_huge_pages;
+pub use pages::{prefer_huge_pages, trim};
 pub use pass::{GRID, Pass, Run, SnapshotRequest};
 pub use slots::{CopySpan, CopyStats, Fill, HostArena, HostSlots, SlotMemory};
 pub use spec::{AttentionSpec, DeltaSpec, LayerKind, MoeSpec, Spec};

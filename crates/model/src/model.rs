@@ -34,6 +34,9 @@ pub struct Model {
     pub warnings: Vec<String>,
 }
 
+/// Bytes that are copied from the mapping before it is let go.
+const PIECE: usize = 16 << 20;
+
 impl Model {
     /// Opens a file, any shard of a split file, or a folder, and checks that it is a model we can run.
     ///
@@ -151,9 +154,13 @@ impl Model {
         let mut bytes = Vec::with_capacity(info.bytes());
         prefer_huge_pages(bytes.spare_capacity_mut());
         for part in &info.parts {
-            let from = self.gguf.bytes(&self.gguf.tensors()[part.tensor]);
-            bytes.extend_from_slice(&from[part.first * info.row_bytes()..][..part.rows * info.row_bytes()]);
-            self.gguf.forget(&self.gguf.tensors()[part.tensor]);
+            let tensor = &self.gguf.tensors()[part.tensor];
+            let from = &self.gguf.bytes(tensor)[part.first * info.row_bytes()..];
+            // A large one must not be in memory twice, not even for a moment.
+            for piece in from[..part.rows * info.row_bytes()].chunks(PIECE) {
+                bytes.extend_from_slice(piece);
+                self.gguf.forget(tensor);
+            }
         }
         ResidentMatrix {
             name: info.name.clone(),

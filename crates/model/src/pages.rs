@@ -16,3 +16,36 @@ pub fn prefer_huge_pages<T>(memory: &[T]) {
 /// Asks for nothing: there is no such wish on this system.
 #[cfg(not(target_os = "linux"))]
 pub fn prefer_huge_pages<T>(_memory: &[T]) {}
+
+/// Gives the whole pages of some memory back to the system. They hold anything until they are written again.
+///
+/// # Safety
+/// The memory is a private mapping of no file, alive, and nobody needs what it holds.
+#[cfg(target_os = "linux")]
+pub(crate) unsafe fn give_back(start: *mut u8, len: usize) {
+    // SAFETY: asks a number.
+    let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(1 << 16);
+    let (first, end) = ((start as usize).next_multiple_of(page), (start as usize + len) / page * page);
+    if first < end {
+        // SAFETY: whole pages inside memory whose contents nobody needs, by the caller's promise.
+        unsafe { libc::madvise(first as *mut libc::c_void, end - first, libc::MADV_DONTNEED) };
+    }
+}
+
+/// Keeps them: there is no such call on this system.
+///
+/// # Safety
+/// As above.
+#[cfg(not(target_os = "linux"))]
+pub(crate) unsafe fn give_back(_start: *mut u8, _len: usize) {}
+
+/// Gives memory that was freed back to the system, where the allocator keeps some of it for later.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+pub fn trim() {
+    // SAFETY: touches free memory of the allocator only.
+    unsafe { libc::malloc_trim(0) };
+}
+
+/// Nothing to do: the allocator gives back large blocks when they are freed.
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+pub fn trim() {}

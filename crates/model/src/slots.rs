@@ -10,7 +10,7 @@ use memmap2::MmapMut;
 
 use crate::backend::Slot;
 use crate::model::Model;
-use crate::pages::prefer_huge_pages;
+use crate::pages::{give_back, prefer_huge_pages};
 
 /// What fills slots: buffers, one for each range asked for.
 pub type Fill<'a> = dyn FnMut(&mut [IoSliceMut<'_>]) -> io::Result<()> + 'a;
@@ -82,6 +82,13 @@ pub trait SlotMemory: Send + Sync + fmt::Debug {
         // SAFETY: the same promise.
         unsafe { self.write(ranges, &mut copy) }
     }
+
+    /// What a range holds is not needed any more: the system may have its memory until it is written again (by default
+    /// it does not get it).
+    ///
+    /// # Safety
+    /// As [`SlotMemory::write`].
+    unsafe fn give_back(&self, _range: Range<usize>) {}
 
     /// Has `see` read a range, for checks. False if this memory cannot be read by the host.
     fn inspect(&self, range: Range<usize>, see: &mut dyn FnMut(&[u8])) -> bool;
@@ -161,6 +168,12 @@ impl SlotMemory for HostArena {
         fill(&mut ranges.iter().map(buffer).collect::<Vec<_>>())
     }
 
+    unsafe fn give_back(&self, range: Range<usize>) {
+        assert!(range.start <= range.end && range.end <= self.len, "a range of the arena");
+        // SAFETY: inside the mapping; nobody needs what it holds, by the caller's promise.
+        unsafe { give_back(self.start.add(range.start), range.len()) };
+    }
+
     fn inspect(&self, range: Range<usize>, see: &mut dyn FnMut(&[u8])) -> bool {
         let bytes = self.bytes(range.start as u64, range.len());
         bytes.map(see).is_some()
@@ -221,6 +234,32 @@ mod tests {
         assert_eq!(found, [0, 200, 0, 100, 0]);
         assert!(arena.bytes(9_999, 2).is_none() && arena.bytes(u64::MAX, 1).is_none());
         assert!(arena.bytes(10_000, 0).is_some_and(<[u8]>::is_empty));
+    }
+
+    #[test]
+    fn what_is_given_back_can_be_written_again_and_its_neighbours_stay() {
+        const PAGE: usize = 64 << 10;
+        let arena = HostArena::new(4 * PAGE).unwrap();
+        let write = |range: Range<usize>, value: u8| {
+            let mut fill = |parts: &mut [IoSliceMut<'_>]| {
+                parts[0].fill(value);
+                Ok(())
+            };
+            // SAFETY: nobody reads meanwhile.
+            unsafe { arena.write(&[range], &mut fill).unwrap() };
+        };
+        write(0..4 * PAGE, 7);
+        // SAFETY: as above.
+        unsafe { arena.give_back(PAGE - 1..3 * PAGE + 1) };
+        let all = |range: Range<usize>, value| {
+            arena.bytes(range.start as u64, range.len()).unwrap().iter().all(|&byte| byte == value)
+        };
+        assert!(all(0..PAGE - 1, 7) && all(3 * PAGE + 1..4 * PAGE, 7));
+        if cfg!(target_os = "linux") {
+            assert!(all(PAGE..3 * PAGE, 0), "whole pages are gone");
+        }
+        write(PAGE..3 * PAGE, 9);
+        assert!(all(PAGE..3 * PAGE, 9));
     }
 
     #[test]

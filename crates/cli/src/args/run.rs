@@ -38,8 +38,8 @@ pub struct RunArgs {
     /// Go on past the model's own end of the answer.
     #[arg(long)]
     pub ignore_eos: bool,
-    /// Print where the time went, stage by stage.
-    #[arg(long)]
+    /// Print where the time and the memory went: stage by stage, what was loaded, the peak of each phase.
+    #[arg(long, visible_alias = "profile")]
     pub stats: bool,
     /// Write when every stage was computed and every expert read, for Perfetto or chrome://tracing.
     #[arg(long, value_name = "FILE")]

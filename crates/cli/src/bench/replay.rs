@@ -66,6 +66,14 @@ impl ExpertSource for Replay {
         Some(bias)
     }
 
+    fn small_rows(&self) -> usize {
+        self.inner.small_rows()
+    }
+
+    fn lend(&mut self, lend: bool) -> Result<()> {
+        self.inner.lend(lend)
+    }
+
     fn wants_choices(&self, call: &LayerCall) -> bool {
         self.inner.wants_choices(call)
     }

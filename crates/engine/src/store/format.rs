@@ -10,7 +10,7 @@
 //! - segment: [attention layer][key, value][kv head][SEGMENT][head_dim] numbers of the KV type.
 
 use std::io::{Read, Write};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use model::state::host::Page;
 use model::state::{PAGE, SnapshotShape};
@@ -176,9 +176,44 @@ impl Head {
     }
 }
 
-/// The keys and values of the full segments of a state, in order.
-pub(crate) fn segments(snapshot: &Snapshot) -> impl Iterator<Item = Vec<u8>> + '_ {
-    (0..snapshot.position / SEGMENT).map(|n| positions(snapshot, n * SEGMENT..(n + 1) * SEGMENT))
+/// Full segments of a state.
+pub(crate) fn segments(snapshot: &Snapshot) -> usize {
+    snapshot.position / SEGMENT
+}
+
+/// The keys and values of full segment `n`.
+pub(crate) fn segment(snapshot: &Snapshot, n: usize) -> Vec<u8> {
+    positions(snapshot, n * SEGMENT..(n + 1) * SEGMENT)
+}
+
+/// The pages that hold them.
+pub(crate) fn segment_pages(snapshot: &Snapshot, n: usize) -> &[Arc<Page>] {
+    const PAGES: usize = SEGMENT / PAGE;
+    &snapshot.pages[n * PAGES..(n + 1) * PAGES]
+}
+
+/// Segments whose names are known, by the pages they were made of.
+///
+/// A page is shared by everything that has the same positions of the same conversation, and copied by whoever writes on:
+/// while a weak reference to it lives, nobody else has its place in memory and what it holds cannot change.
+#[derive(Debug, Default)]
+pub(crate) struct KnownSegments(pub(super) Vec<(Vec<Weak<Page>>, Hash)>);
+
+impl KnownSegments {
+    /// The name of a segment in these pages.
+    pub(crate) fn name(&self, pages: &[Arc<Page>]) -> Option<Hash> {
+        let same = |known: &Weak<Page>, page: &Arc<Page>| std::ptr::eq(known.as_ptr(), Arc::as_ptr(page));
+        let is = |known: &[Weak<Page>]| known.iter().zip(pages).all(|(known, page)| same(known, page));
+        self.0.iter().find(|(known, _)| is(known)).map(|(_, name)| *name)
+    }
+
+    /// Notes a name, and forgets those of pages that are gone.
+    pub(crate) fn note(&mut self, pages: &[Arc<Page>], name: Hash) {
+        self.0.retain(|(known, _)| known.iter().all(|page| page.strong_count() > 0));
+        if self.name(pages).is_none() {
+            self.0.push((pages.iter().map(Arc::downgrade).collect(), name));
+        }
+    }
 }
 
 /// Bytes of a segment.

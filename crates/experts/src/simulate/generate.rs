@@ -133,7 +133,7 @@ mod tests {
     fn layout() -> Layout {
         let part = || Part { tensor: String::new(), shard: 0, offset: 0, stride: 1, bytes: 1, at: 0 };
         let layer = |class| LayerParts { class, parts: [part(), part(), part()] };
-        let class = |slots, layers| Class { base: 0, slot_bytes: 1, slots, layers };
+        let class = |slots, layers| Class { base: 0, slot_bytes: 1, slots, stay: slots, layers };
         Layout {
             experts: 64,
             alignment: 1,
