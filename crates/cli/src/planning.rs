@@ -25,17 +25,19 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
     let room = Room { context, positions: context, prompt: args.prompt, lasting: args.prompt.is_none() };
     let on_gpu = args.backend.backend == BackendName::Cuda;
     let given = args.memory.map(|bytes| Spare { bytes, limit: "--memory" });
-    let spare = match on_gpu {
-        true => Some(gpu::spare(&args.backend)?),
-        false => given.or_else(machine::spare_memory),
-    };
-    let Planned { plan, io, rates } = cache::plan(&model, &args.backend, &room, spare.clone())?;
+    let of_host = || given.or_else(machine::spare_memory);
+    let spare = if on_gpu { None } else { of_host() };
+    let Planned { plan, io, rates, gpus } = cache::plan(&model, &args.backend, &room, spare.clone())?;
+    let spare = if on_gpu { Some(gpu::spare(&args.backend, &gpus)?) } else { spare };
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", to_json(&plan, &rates, spare.as_ref(), context))?;
         return Ok(Outcome::Success);
     }
     let slots = match plan.cache {
+        Cache::Mapped if gpus.len() > 1 => {
+            format!("{} (all of them, on the GPUs)", report::size(plan.experts))
+        }
         Cache::Mapped if on_gpu => format!("{} (all of them, on the GPU)", report::size(plan.experts)),
         Cache::Mapped => "0 B (experts from the mapped file)".to_string(),
         Cache::Slots(bytes) => {
@@ -60,6 +62,9 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         ("chunks", format!("{} tokens: {}", plan.chunk, plan.chunk_reason)),
         ("expected", cache::expectation(&plan).unwrap_or_else(|| UNKNOWN.to_string())),
     ];
+    if gpus.len() > 1 {
+        rows.push(("GPUs", gpu::layers_line(&model.cut(gpus.len()), &gpus)));
+    }
     if let (true, Cache::Slots(_)) = (on_gpu, plan.cache) {
         rows.push(("pinned by the host", report::size(gpu::pinned(&model, &args.backend, &plan))));
     }

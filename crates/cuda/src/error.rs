@@ -43,10 +43,13 @@ pub enum Error {
     },
     /// More is needed than is free.
     #[error(
-        "the GPU has {} MiB free, but the model needs {} MiB; a smaller context or another file needs less",
+        "GPU {device} has {} MiB free, but its part of the model needs {} MiB; more GPUs (`--gpus`), a smaller context or \
+         another file need less",
         .free >> 20, .needed >> 20
     )]
     Memory {
+        /// The GPU's number.
+        device: i32,
         /// Bytes free.
         free: usize,
         /// Bytes needed.
@@ -62,6 +65,9 @@ pub enum Error {
         /// What would be accepted.
         expected: &'static str,
     },
+    /// The weights could not be read.
+    #[error(transparent)]
+    Model(model::Error),
     /// A call of the driver failed.
     #[error("{call}: {source}")]
     Driver {

@@ -1,7 +1,7 @@
 //! The kernels, compiled and on the GPU.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use model::{KvType, Model, Spec};
 use quant::Type;
@@ -201,6 +201,9 @@ fn expert_types(model: &Model) -> Vec<Type> {
 
 /// Compiles sources side by side and loads them.
 pub(crate) fn load(device: &Arc<Device>, sources: &[Source]) -> Result<Vec<Module>> {
+    // Whoever starts at the same time on another GPU finds everything on disk.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let compiled: Vec<Result<Vec<u8>>> = std::thread::scope(|scope| {
         let threads: Vec<_> = sources.iter().map(|source| scope.spawn(|| compile::cached(source))).collect();
         threads.into_iter().map(|thread| thread.join().expect("compiling does not panic")).collect()

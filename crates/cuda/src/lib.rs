@@ -25,14 +25,18 @@ mod graph;
 mod head;
 mod kernels;
 mod linear;
+mod link;
 mod moe;
 mod open;
+mod pace;
+mod pipeline;
 mod place;
 mod plan;
 mod slots;
 mod sources;
 mod state;
 mod transfer;
+mod uploads;
 mod weights;
 
 use std::sync::Arc;
@@ -41,6 +45,7 @@ use cudarc::driver::DriverError;
 use model::{Capabilities, Limits, Model, ResidentWeights, Stage};
 
 pub use compile::compile;
+pub use driver::count;
 use driver::{Device, Event, Module, Pinned, failed};
 pub use error::{Error, Result};
 use fetch::Fetch;
@@ -49,11 +54,14 @@ use graph::Graphs;
 pub use kernels::sources;
 use kernels::{Kernels, WeightKernels};
 use open::{Buffers, Open, Scratch};
+use pace::Pace;
+pub use pipeline::Pipeline;
 pub use plan::{Memory, free_memory};
 use slots::Arena;
 pub use sources::{Source, Target};
 use state::DeviceState;
 use transfer::GpuLanes;
+use uploads::Uploads;
 use weights::DeviceWeights;
 
 /// Choices.
@@ -84,6 +92,9 @@ pub struct Cuda {
     passes: Vec<Option<Box<Open>>>,
     spare: Vec<Buffers>,
     scratch: Scratch,
+    pace: Pace,
+    /// Tables on their way to the GPU.
+    uploads: Uploads,
     /// Whether the time of every stage is taken.
     profiling: bool,
     spans: Vec<(Stage, Event, Event)>,
@@ -117,16 +128,28 @@ impl Cuda {
         limits: Limits,
         options: Options,
     ) -> Result<Cuda> {
+        Cuda::part_of(&model.clone(), model, weights, limits, options)
+    }
+
+    /// A backend for `model`, which is a part of `whole`; its kernels are those of the whole.
+    pub(crate) fn part_of(
+        whole: &Model,
+        model: Arc<Model>,
+        weights: &ResidentWeights,
+        limits: Limits,
+        options: Options,
+    ) -> Result<Cuda> {
         check(&model)?;
         let device = Device::open(options.device)?;
         let memory = Memory::new(&model, &limits);
         let needed = memory.rest() + options.slots.unwrap_or(memory.experts);
         let free = (device.free_memory()? as u64).min(options.memory.unwrap_or(u64::MAX));
         if needed > free {
-            return Err(Error::Memory { free: free as usize, needed: needed as usize });
+            let device = options.device;
+            return Err(Error::Memory { device, free: free as usize, needed: needed as usize });
         }
         let target = Target::of(device.capability, device.shared);
-        let kernels = Kernels::new(&device, &target, &model, limits.kv)?;
+        let kernels = Kernels::new(&device, &target, whole, limits.kv)?;
         let weights = DeviceWeights::new(&device, &model, weights, options.slots.is_none())?;
         let state = DeviceState::new(&device, &model.spec, limits.kv, limits.positions);
         let capabilities = Capabilities {
@@ -143,6 +166,8 @@ impl Cuda {
             passes: Vec::new(),
             spare: Vec::new(),
             scratch: Scratch::default(),
+            pace: Pace::default(),
+            uploads: Uploads::default(),
             profiling: false,
             spans: Vec::new(),
             graphs: Graphs::default(),
