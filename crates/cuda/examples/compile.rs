@@ -60,6 +60,7 @@ fn main() -> ExitCode {
         let attention = Source::attention(&target, &spec, KvType::F32);
         all.push((arch, attention));
         all.push((arch, Source::fetch(&target)));
+        all.push((arch, Source::peaks(&target)));
         all.extend(Type::all().map(|ty| (arch, Source::weights(&target, ty))));
         all.extend(Type::all().map(|ty| (arch, Source::few(&target, &[ty]))));
         all.extend(Type::all().filter_map(|ty| Some((arch, Source::experts(&target, ty)?))));

@@ -6,14 +6,15 @@ use std::sync::Arc;
 use cudarc::driver::DriverError;
 use model::state::{SequenceId, Snapshot, SnapshotShape};
 use model::{
-    Backend, Capabilities, Error, GRID, Intermediate, Matrix, Pass, PassId, Result, SlotMemory, Stage, Wave,
+    Backend, Capabilities, Error, GRID, Intermediate, Matrix, Pass, PassId, Peaks, Result, SlotMemory, Stage,
+    Wave,
 };
 
 use crate::attention::provided;
-use crate::driver::Event;
+use crate::driver::{Event, failed};
 use crate::graph::Call;
 use crate::open::{Buffers, Open, attention_columns, delta_columns};
-use crate::{Cuda, fail};
+use crate::{Cuda, fail, peaks};
 
 impl Cuda {
     /// Calls a stage, or puts the call off.
@@ -124,6 +125,12 @@ impl Backend for Cuda {
 
     fn enqueues(&self) -> bool {
         true
+    }
+
+    fn peaks(&mut self) -> Vec<Peaks> {
+        // Without them a measurement is worth as much, and its table shorter.
+        let measured = self.device.bind().map_err(failed("peaks"));
+        measured.and_then(|()| peaks::measure(&self.device, &self.target)).into_iter().collect()
     }
 
     fn create(&mut self) -> SequenceId {

@@ -67,16 +67,24 @@ pub(crate) struct Kernels {
 }
 
 impl Kernels {
-    /// Compiles what `model` needs, several sources at a time.
-    pub(crate) fn new(device: &Arc<Device>, target: &Target, model: &Model, kv: KvType) -> Result<Kernels> {
+    /// Compiles what `model` needs, several sources at a time; experts perhaps without decoding.
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        target: &Target,
+        model: &Model,
+        (kv, decode_experts): (KvType, bool),
+    ) -> Result<Kernels> {
         let types = types(model);
         let mut sources = sources(target, &model.spec, kv);
         let few_types = multiplied(model);
         sources.push(Source::few(target, &few_types));
         sources.extend(types.iter().map(|&ty| Source::weights(target, ty)));
         let of_experts = expert_types(model);
-        let fused: Vec<(Type, Source)> =
-            of_experts.into_iter().filter_map(|ty| Some((ty, Source::experts(target, ty)?))).collect();
+        let fused: Vec<(Type, Source)> = of_experts
+            .into_iter()
+            .filter_map(|ty| Some((ty, Source::experts(target, ty)?)))
+            .map(|(ty, source)| (ty, if decode_experts { source } else { source.without_decoding() }))
+            .collect();
         sources.extend(fused.iter().map(|(_, source)| source.clone()));
         let mut modules = load(device, &sources)?.into_iter();
         let mut next = || modules.next().expect("a module for each source");

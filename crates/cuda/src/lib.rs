@@ -29,6 +29,7 @@ mod link;
 mod moe;
 mod open;
 mod pace;
+mod peaks;
 mod pipeline;
 mod place;
 mod plan;
@@ -76,11 +77,14 @@ pub struct Options {
     pub memory: Option<u64>,
     /// Whether passes of single rows are recorded and replayed as graphs; results are the same.
     pub graphs: bool,
+    /// Whether experts' weights are decoded in passes of many rows. If not, something else is multiplied: for measuring what
+    /// decoding costs. Where decoding is a kernel of its own, it stays.
+    pub decode_experts: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { device: 0, slots: None, memory: None, graphs: true }
+        Options { device: 0, slots: None, memory: None, graphs: true, decode_experts: true }
     }
 }
 
@@ -149,7 +153,7 @@ impl Cuda {
             return Err(Error::Memory { device, free: free as usize, needed: needed as usize });
         }
         let target = Target::of(device.capability, device.shared);
-        let kernels = Kernels::new(&device, &target, whole, limits.kv)?;
+        let kernels = Kernels::new(&device, &target, whole, (limits.kv, options.decode_experts))?;
         let weights = DeviceWeights::new(&device, &model, weights, options.slots.is_none())?;
         let state = DeviceState::new(&device, &model.spec, limits.kv, limits.positions);
         let capabilities = Capabilities {

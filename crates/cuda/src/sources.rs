@@ -15,7 +15,21 @@ const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
 const ATTENTION: &str = include_str!("../kernels/attention.cu");
+const PEAKS: &str = include_str!("../kernels/peaks.cu");
 const FETCH: &str = include_str!("../kernels/fetch.cu");
+
+/// Behind [`RUNS`]: what looks like decoding and costs nothing. The numbers depend on something the compiler does not know.
+const CONSTANT: &str = "
+template <class T> struct Constant {
+    static const int TABLE = Run<T>::TABLE;
+    DEVICE void fill_table(u32 *table) { Run<T>::fill_table(table); }
+    DEVICE void decode(const u8 *, u32 run, const u32 *, u32 out[16]) {
+#pragma unroll
+        for (int i = 0; i < 16; i++) out[i] = 0x3f803f80u ^ run << i;
+    }
+};
+#define Run Constant
+";
 
 /// What kernels are compiled for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -156,6 +170,21 @@ impl Source {
         let parts = [COMMON, &codebooks(types), TYPES, RUNS, ROUTE, FEW];
         let name = format!("few {}", names.join(" "));
         Source::new(target, name, &parts, &[format!("TYPES={}", names.join(","))])
+    }
+
+    /// What the GPU can do at most.
+    pub fn peaks(target: &Target) -> Source {
+        Source::new(target, "peaks".to_string(), &[COMMON, PEAKS], &[])
+    }
+
+    /// The same kernels, which multiply with something else instead of decoding: the last of the parts decode with `Run`.
+    pub(crate) fn without_decoding(self) -> Source {
+        let constant = format!("{RUNS}{CONSTANT}");
+        Source {
+            name: format!("{} undecoded", self.name),
+            text: self.text.replacen(RUNS, &constant, 1),
+            ..self
+        }
     }
 
     /// Experts the GPU fetches by itself.
