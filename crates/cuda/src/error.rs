@@ -26,7 +26,8 @@ pub enum Error {
     /// The run-time compiler's library is not there.
     #[error(
         "the CUDA run-time compiler (libnvrtc) was not found: install the CUDA toolkit 12 or 13, or `pip install \
-         nvidia-cuda-nvrtc` and add its folder to LD_LIBRARY_PATH"
+         nvidia-cuda-nvrtc` and add its folder to LD_LIBRARY_PATH; or put the compiled kernels of a release into the folder \
+         `kernels` beside the program"
     )]
     NoCompiler,
     /// Our kernels do not compile, most likely because the compiler is too old.

@@ -76,7 +76,8 @@ impl Kernels {
     ) -> Result<Kernels> {
         let types = types(model);
         let mut sources = sources(target, &model.spec, kv);
-        let few_types = multiplied(model);
+        // One source serves all models where nothing can be compiled.
+        let few_types = if compile::present() { multiplied(model) } else { Type::all().collect() };
         sources.push(Source::few(target, &few_types));
         sources.extend(types.iter().map(|&ty| Source::weights(target, ty)));
         let of_experts = expert_types(model);
@@ -170,9 +171,33 @@ pub fn sources(target: &Target, spec: &Spec, kv: KvType) -> Vec<Source> {
     vec![
         Source::gemm(target),
         Source::rows(target),
-        Source::delta(target, spec),
-        Source::attention(target, spec, kv),
+        Source::delta(target, spec.delta.head_dim),
+        Source::attention(target, spec.attention.head_dim, kv),
     ]
+}
+
+/// Every source that any model asks for on a GPU without a compiler: what is compiled for those who have none.
+pub fn package() -> Vec<Source> {
+    let all: Vec<Type> = Type::all().collect();
+    let of_target = |capability| {
+        let target = Target::packaged(capability);
+        let mut sources = vec![
+            Source::gemm(&target),
+            Source::rows(&target),
+            Source::fetch(&target),
+            Source::peaks(&target),
+        ];
+        sources.push(Source::few(&target, &all));
+        // The heads that are accepted.
+        sources.extend([32, 64, 96, 128].map(|dim| Source::delta(&target, dim)));
+        let kinds = [KvType::F16, KvType::F32];
+        let heads = [32, 64, 128, 256].into_iter().flat_map(|dim| kinds.map(|kv| (dim, kv)));
+        sources.extend(heads.map(|(dim, kv)| Source::attention(&target, dim, kv)));
+        sources.extend(all.iter().map(|&ty| Source::weights(&target, ty)));
+        sources.extend(all.iter().filter_map(|&ty| Source::experts(&target, ty)));
+        sources
+    };
+    [(9, 0), (8, 0)].into_iter().flat_map(of_target).collect()
 }
 
 /// Types of the model's matrices.

@@ -52,8 +52,8 @@ pub use error::{Error, Result};
 use fetch::Fetch;
 pub use fetch::{Fetching, PinnedExperts};
 use graph::Graphs;
-pub use kernels::sources;
 use kernels::{Kernels, WeightKernels};
+pub use kernels::{package, sources};
 use open::{Buffers, Open, Scratch};
 use pace::Pace;
 pub use pipeline::Pipeline;
@@ -152,7 +152,7 @@ impl Cuda {
             let device = options.device;
             return Err(Error::Memory { device, free: free as usize, needed: needed as usize });
         }
-        let target = Target::of(device.capability, device.shared);
+        let target = compile::target(device.capability, device.shared);
         let kernels = Kernels::new(&device, &target, whole, (limits.kv, options.decode_experts))?;
         let weights = DeviceWeights::new(&device, &model, weights, options.slots.is_none())?;
         let state = DeviceState::new(&device, &model.spec, limits.kv, limits.positions);
@@ -250,7 +250,7 @@ pub(crate) fn fail(stage: &'static str, layer: usize) -> impl Fn(DriverError) ->
 pub fn decode(ty: quant::Type, bytes: &[u8], len: usize) -> Result<Vec<f32>> {
     assert_eq!(ty.bytes(len), Some(bytes.len()), "whole blocks of {ty}");
     let device = Device::open(0)?;
-    let target = Target::of(device.capability, device.shared);
+    let target = compile::target(device.capability, device.shared);
     let modules: Vec<Module> = kernels::load(&device, &[Source::weights(&target, ty)])?;
     let kernels = WeightKernels::new(&modules[0])?;
     let run = || {

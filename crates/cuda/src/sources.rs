@@ -1,8 +1,9 @@
 //! The text of the kernels, and what it is compiled with.
 
 use std::fmt::Write;
+use std::hash::{DefaultHasher, Hash, Hasher};
 
-use model::{DeltaSpec, KvType, Spec};
+use model::{DeltaSpec, KvType};
 use quant::{Type, codebook};
 
 const COMMON: &str = include_str!("../kernels/common.cuh");
@@ -45,6 +46,12 @@ impl Target {
     pub fn of((major, minor): (i32, i32), shared: usize) -> Target {
         let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
         Target { arch: format!("sm_{major}{minor}{suffix}"), shared }
+    }
+
+    /// What kernels that come with the program are compiled for, to be used on a GPU of this compute capability: Hopper, or
+    /// all others, whose driver compiles them further.
+    pub fn packaged(capability: (i32, i32)) -> Target {
+        Target::named(if capability == (9, 0) { "sm_90a" } else { "compute_80" })
     }
 
     /// A target by name, with the shared memory such a GPU has.
@@ -130,6 +137,21 @@ pub(crate) fn scan_stages(target: &Target, dim: usize) -> usize {
 }
 
 impl Source {
+    /// A file name that holds all that its code depends on, except for the compiler's version: an older result is as good.
+    pub fn file_name(&self) -> String {
+        let mut hasher = DefaultHasher::new();
+        (&self.text, &self.options).hash(&mut hasher);
+        let (name, ending) =
+            (self.name.replace(' ', "-").to_lowercase(), if self.is_portable() { "ptx" } else { "cubin" });
+        // The longest are lists of types.
+        format!("{:.60}-{:016x}.{ending}", name, hasher.finish())
+    }
+
+    /// Whether it is compiled for more than one architecture.
+    pub(crate) fn is_portable(&self) -> bool {
+        self.options.iter().any(|option| option.starts_with("--gpu-architecture=compute_"))
+    }
+
     fn new(target: &Target, name: String, parts: &[&str], defines: &[String]) -> Source {
         let mut options = vec![
             format!("--gpu-architecture={}", target.arch),
@@ -192,9 +214,8 @@ impl Source {
         Source::new(target, "fetch".to_string(), &[COMMON, FETCH], &[])
     }
 
-    /// The DeltaNet mixer.
-    pub fn delta(target: &Target, spec: &Spec) -> Source {
-        let dim = spec.delta.head_dim;
+    /// The DeltaNet mixer, for heads of `dim`.
+    pub fn delta(target: &Target, dim: usize) -> Source {
         let defines = [
             format!("DIM={dim}"),
             format!("L2_EPS={:e}f", DeltaSpec::L2_EPS),
@@ -203,10 +224,10 @@ impl Source {
         Source::new(target, "delta".to_string(), &[COMMON, DELTA], &defines)
     }
 
-    /// The attention mixer.
-    pub fn attention(target: &Target, spec: &Spec, kv: KvType) -> Source {
+    /// The attention mixer, for heads of `dim`.
+    pub fn attention(target: &Target, dim: usize, kv: KvType) -> Source {
         let single = i32::from(kv == KvType::F32);
-        let defines = [format!("DIM={}", spec.attention.head_dim), format!("KV_F32={single}")];
+        let defines = [format!("DIM={dim}"), format!("KV_F32={single}")];
         Source::new(target, "attention".to_string(), &[COMMON, ATTENTION], &defines)
     }
 

@@ -176,9 +176,13 @@ fn stages(options: TinyOptions, length: usize, kv: KvType) -> String {
         let error = difference.relative_rms();
         assert!(error < limit, "{what} of layer {layer} is off by {error:.1e}; {result}");
     }
-    assert!(differ * 20 <= compared, "{result}");
+    // Of a few choices one may be a near tie.
+    assert!(differ * 20 <= compared.max(20), "{result}");
     result
 }
+
+/// A text that stays what it is.
+const TEXT: &str = include_str!("../../../../LICENSE-APACHE");
 
 pub(crate) fn open(model: &Path) -> Arc<Model> {
     Arc::new(Model::open(model).expect("a model"))
@@ -186,8 +190,7 @@ pub(crate) fn open(model: &Path) -> Arc<Model> {
 
 pub(crate) fn prompt(model: &Model, len: usize) -> Vec<u32> {
     let tokenizer = text_of(model);
-    let source = include_str!("check.rs");
-    let mut tokens = tokenizer.encode_text(source);
+    let mut tokens = tokenizer.encode_text(TEXT);
     tokens.truncate(len);
     tokens
 }
