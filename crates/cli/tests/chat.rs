@@ -76,11 +76,11 @@ fn a_conversation_is_what_the_template_makes_of_its_messages() {
 #[test]
 fn files_go_with_the_next_message() {
     let folder = Folder::new("chat-file");
-    let (file, path) = (folder.write("a file.py", "x = 1\n```\n"), folder.file("talk.json"));
+    let (file, path) = (folder.write("a file.py", "x = 1\n````\n"), folder.file("talk.json"));
     let (_, told) = talk(&format!("/file {file}\n/file {file}x\nWhat is x?\nAgain?\n/save {path}\n"));
-    assert!(told.contains("a file.py: 10 B") && told.contains("a file.pyx: "), "{told}");
+    assert!(told.contains("a file.py: 11 B") && told.contains("a file.pyx: "), "{told}");
     let saved: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    assert_eq!(saved[0]["content"], format!("{file}:\n````\nx = 1\n```\n````\n\nWhat is x?"));
+    assert_eq!(saved[0]["content"], format!("{file}:\n`````\nx = 1\n````\n`````\n\nWhat is x?"));
     assert_eq!(saved[2]["content"], "Again?");
 }
 
