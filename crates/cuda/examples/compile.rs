@@ -57,9 +57,10 @@ fn main() -> ExitCode {
     for arch in archs {
         let target = Target::named(arch);
         all.extend(sources(&target, &spec, KvType::F16).into_iter().map(|source| (arch, source)));
-        let attention = Source::attention(&target, &spec, KvType::F32);
+        let attention = Source::attention(&target, spec.attention.head_dim, KvType::F32);
         all.push((arch, attention));
         all.push((arch, Source::fetch(&target)));
+        all.push((arch, Source::peaks(&target)));
         all.extend(Type::all().map(|ty| (arch, Source::weights(&target, ty))));
         all.extend(Type::all().map(|ty| (arch, Source::few(&target, &[ty]))));
         all.extend(Type::all().filter_map(|ty| Some((arch, Source::experts(&target, ty)?))));

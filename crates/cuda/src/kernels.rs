@@ -1,7 +1,7 @@
 //! The kernels, compiled and on the GPU.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use model::{KvType, Model, Spec};
 use quant::Type;
@@ -67,16 +67,25 @@ pub(crate) struct Kernels {
 }
 
 impl Kernels {
-    /// Compiles what `model` needs, several sources at a time.
-    pub(crate) fn new(device: &Arc<Device>, target: &Target, model: &Model, kv: KvType) -> Result<Kernels> {
+    /// Compiles what `model` needs, several sources at a time; experts perhaps without decoding.
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        target: &Target,
+        model: &Model,
+        (kv, decode_experts): (KvType, bool),
+    ) -> Result<Kernels> {
         let types = types(model);
         let mut sources = sources(target, &model.spec, kv);
-        let few_types = multiplied(model);
+        // One source serves all models where nothing can be compiled.
+        let few_types = if compile::present() { multiplied(model) } else { Type::all().collect() };
         sources.push(Source::few(target, &few_types));
         sources.extend(types.iter().map(|&ty| Source::weights(target, ty)));
         let of_experts = expert_types(model);
-        let fused: Vec<(Type, Source)> =
-            of_experts.into_iter().filter_map(|ty| Some((ty, Source::experts(target, ty)?))).collect();
+        let fused: Vec<(Type, Source)> = of_experts
+            .into_iter()
+            .filter_map(|ty| Some((ty, Source::experts(target, ty)?)))
+            .map(|(ty, source)| (ty, if decode_experts { source } else { source.without_decoding() }))
+            .collect();
         sources.extend(fused.iter().map(|(_, source)| source.clone()));
         let mut modules = load(device, &sources)?.into_iter();
         let mut next = || modules.next().expect("a module for each source");
@@ -162,9 +171,33 @@ pub fn sources(target: &Target, spec: &Spec, kv: KvType) -> Vec<Source> {
     vec![
         Source::gemm(target),
         Source::rows(target),
-        Source::delta(target, spec),
-        Source::attention(target, spec, kv),
+        Source::delta(target, spec.delta.head_dim),
+        Source::attention(target, spec.attention.head_dim, kv),
     ]
+}
+
+/// Every source that any model asks for on a GPU without a compiler: what is compiled for those who have none.
+pub fn package() -> Vec<Source> {
+    let all: Vec<Type> = Type::all().collect();
+    let of_target = |capability| {
+        let target = Target::packaged(capability);
+        let mut sources = vec![
+            Source::gemm(&target),
+            Source::rows(&target),
+            Source::fetch(&target),
+            Source::peaks(&target),
+        ];
+        sources.push(Source::few(&target, &all));
+        // The heads that are accepted.
+        sources.extend([32, 64, 96, 128].map(|dim| Source::delta(&target, dim)));
+        let kinds = [KvType::F16, KvType::F32];
+        let heads = [32, 64, 128, 256].into_iter().flat_map(|dim| kinds.map(|kv| (dim, kv)));
+        sources.extend(heads.map(|(dim, kv)| Source::attention(&target, dim, kv)));
+        sources.extend(all.iter().map(|&ty| Source::weights(&target, ty)));
+        sources.extend(all.iter().filter_map(|&ty| Source::experts(&target, ty)));
+        sources
+    };
+    [(9, 0), (8, 0)].into_iter().flat_map(of_target).collect()
 }
 
 /// Types of the model's matrices.
@@ -201,6 +234,9 @@ fn expert_types(model: &Model) -> Vec<Type> {
 
 /// Compiles sources side by side and loads them.
 pub(crate) fn load(device: &Arc<Device>, sources: &[Source]) -> Result<Vec<Module>> {
+    // Whoever starts at the same time on another GPU finds everything on disk.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let compiled: Vec<Result<Vec<u8>>> = std::thread::scope(|scope| {
         let threads: Vec<_> = sources.iter().map(|source| scope.spawn(|| compile::cached(source))).collect();
         threads.into_iter().map(|thread| thread.join().expect("compiling does not panic")).collect()

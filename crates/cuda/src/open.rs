@@ -11,6 +11,7 @@ use crate::BLOCK_ROWS;
 use crate::driver::{Device, Room};
 use crate::graph::Call;
 use crate::state::DeviceState;
+use crate::uploads::Uploads;
 
 /// A pass between begin and commit.
 pub(crate) struct Open {
@@ -152,7 +153,7 @@ impl Buffers {
     /// Makes room for `pass` and uploads its tables.
     pub(crate) fn prepare(
         &mut self,
-        device: &Arc<Device>,
+        (device, uploads): (&Arc<Device>, &mut Uploads),
         (spec, state): (&Spec, &DeviceState),
         pass: &Pass,
         open: &OpenPass,
@@ -187,7 +188,7 @@ impl Buffers {
             .zip(&run_pages)
             .flat_map(|(run, pages)| run.rows.clone().map(move |_| at + pages));
         tables.set_u64(row_pages, rows);
-        device.upload(&tables.bytes, at)?;
+        uploads.put(device, &tables.bytes, at)?;
         Ok(Tables {
             tokens: at,
             positions: at + positions,

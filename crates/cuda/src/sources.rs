@@ -1,8 +1,9 @@
 //! The text of the kernels, and what it is compiled with.
 
 use std::fmt::Write;
+use std::hash::{DefaultHasher, Hash, Hasher};
 
-use model::{DeltaSpec, KvType, Spec};
+use model::{DeltaSpec, KvType};
 use quant::{Type, codebook};
 
 const COMMON: &str = include_str!("../kernels/common.cuh");
@@ -15,7 +16,21 @@ const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
 const ATTENTION: &str = include_str!("../kernels/attention.cu");
+const PEAKS: &str = include_str!("../kernels/peaks.cu");
 const FETCH: &str = include_str!("../kernels/fetch.cu");
+
+/// Behind [`RUNS`]: what looks like decoding and costs nothing. The numbers depend on something the compiler does not know.
+const CONSTANT: &str = "
+template <class T> struct Constant {
+    static const int TABLE = Run<T>::TABLE;
+    DEVICE void fill_table(u32 *table) { Run<T>::fill_table(table); }
+    DEVICE void decode(const u8 *, u32 run, const u32 *, u32 out[16]) {
+#pragma unroll
+        for (int i = 0; i < 16; i++) out[i] = 0x3f803f80u ^ run << i;
+    }
+};
+#define Run Constant
+";
 
 /// What kernels are compiled for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,6 +46,12 @@ impl Target {
     pub fn of((major, minor): (i32, i32), shared: usize) -> Target {
         let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
         Target { arch: format!("sm_{major}{minor}{suffix}"), shared }
+    }
+
+    /// What kernels that come with the program are compiled for, to be used on a GPU of this compute capability: Hopper, or
+    /// all others, whose driver compiles them further.
+    pub fn packaged(capability: (i32, i32)) -> Target {
+        Target::named(if capability == (9, 0) { "sm_90a" } else { "compute_80" })
     }
 
     /// A target by name, with the shared memory such a GPU has.
@@ -116,6 +137,21 @@ pub(crate) fn scan_stages(target: &Target, dim: usize) -> usize {
 }
 
 impl Source {
+    /// A file name that holds all that its code depends on, except for the compiler's version: an older result is as good.
+    pub fn file_name(&self) -> String {
+        let mut hasher = DefaultHasher::new();
+        (&self.text, &self.options).hash(&mut hasher);
+        let (name, ending) =
+            (self.name.replace(' ', "-").to_lowercase(), if self.is_portable() { "ptx" } else { "cubin" });
+        // The longest are lists of types.
+        format!("{:.60}-{:016x}.{ending}", name, hasher.finish())
+    }
+
+    /// Whether it is compiled for more than one architecture.
+    pub(crate) fn is_portable(&self) -> bool {
+        self.options.iter().any(|option| option.starts_with("--gpu-architecture=compute_"))
+    }
+
     fn new(target: &Target, name: String, parts: &[&str], defines: &[String]) -> Source {
         let mut options = vec![
             format!("--gpu-architecture={}", target.arch),
@@ -158,14 +194,28 @@ impl Source {
         Source::new(target, name, &parts, &[format!("TYPES={}", names.join(","))])
     }
 
+    /// What the GPU can do at most.
+    pub fn peaks(target: &Target) -> Source {
+        Source::new(target, "peaks".to_string(), &[COMMON, PEAKS], &[])
+    }
+
+    /// The same kernels, which multiply with something else instead of decoding: the last of the parts decode with `Run`.
+    pub(crate) fn without_decoding(self) -> Source {
+        let constant = format!("{RUNS}{CONSTANT}");
+        Source {
+            name: format!("{} undecoded", self.name),
+            text: self.text.replacen(RUNS, &constant, 1),
+            ..self
+        }
+    }
+
     /// Experts the GPU fetches by itself.
     pub fn fetch(target: &Target) -> Source {
         Source::new(target, "fetch".to_string(), &[COMMON, FETCH], &[])
     }
 
-    /// The DeltaNet mixer.
-    pub fn delta(target: &Target, spec: &Spec) -> Source {
-        let dim = spec.delta.head_dim;
+    /// The DeltaNet mixer, for heads of `dim`.
+    pub fn delta(target: &Target, dim: usize) -> Source {
         let defines = [
             format!("DIM={dim}"),
             format!("L2_EPS={:e}f", DeltaSpec::L2_EPS),
@@ -174,10 +224,10 @@ impl Source {
         Source::new(target, "delta".to_string(), &[COMMON, DELTA], &defines)
     }
 
-    /// The attention mixer.
-    pub fn attention(target: &Target, spec: &Spec, kv: KvType) -> Source {
+    /// The attention mixer, for heads of `dim`.
+    pub fn attention(target: &Target, dim: usize, kv: KvType) -> Source {
         let single = i32::from(kv == KvType::F32);
-        let defines = [format!("DIM={}", spec.attention.head_dim), format!("KV_F32={single}")];
+        let defines = [format!("DIM={dim}"), format!("KV_F32={single}")];
         Source::new(target, "attention".to_string(), &[COMMON, ATTENTION], &defines)
     }
 
