@@ -19,12 +19,15 @@ const int SPAN = 256; // weights
 const int SPAN_BYTES = SPAN / TYPE::LEN * TYPE::BYTES;
 const int WINDOW = ((SPAN_BYTES + 30) / 16 | 1) * 16; // bytes of a row: an odd number of 16-byte words around a span
 
-/// Tiles for few and for many pairs of an expert. SPANS_*: buffers of blocks there is room for.
+/// Tiles for few and for many pairs of an expert. SPANS_*: buffers of blocks there is room for. AHEAD: whether there are
+/// registers for a step that is decoded ahead, where k must be whole spans.
 struct Low {
     static const int GROUPS = 4, TOKENS = 64, X_STAGES = 4, SPANS = SPANS_LOW, MORE = 104, LESS = 64;
+    static const bool AHEAD = false;
 };
 struct High {
-    static const int GROUPS = 2, TOKENS = 256, X_STAGES = 2, SPANS = SPANS_HIGH, MORE = 224, LESS = 56;
+    static const int GROUPS = 2, TOKENS = 192, X_STAGES = 3, SPANS = SPANS_HIGH, MORE = 224, LESS = 56;
+    static const bool AHEAD = true;
 };
 
 /// Sizes and places in shared memory.
@@ -82,6 +85,17 @@ template <int WIDTH> DEVICE void multiply_tile(float c[WIDTH / 2], u32 a0, u32 a
                        "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
                      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
     }
+}
+
+/// Has all of these computed before anything that follows: products must not find them unfinished.
+DEVICE void settle(u32 a[2][16]) {
+    asm volatile(""
+                 : "+r"(a[0][0]), "+r"(a[0][1]), "+r"(a[0][2]), "+r"(a[0][3]), "+r"(a[0][4]), "+r"(a[0][5]), "+r"(a[0][6]), "+r"(a[0][7]),
+                   "+r"(a[0][8]), "+r"(a[0][9]), "+r"(a[0][10]), "+r"(a[0][11]), "+r"(a[0][12]), "+r"(a[0][13]), "+r"(a[0][14]), "+r"(a[0][15]),
+                   "+r"(a[1][0]), "+r"(a[1][1]), "+r"(a[1][2]), "+r"(a[1][3]), "+r"(a[1][4]), "+r"(a[1][5]), "+r"(a[1][6]), "+r"(a[1][7]),
+                   "+r"(a[1][8]), "+r"(a[1][9]), "+r"(a[1][10]), "+r"(a[1][11]), "+r"(a[1][12]), "+r"(a[1][13]), "+r"(a[1][14]), "+r"(a[1][15])
+                 :
+                 : "memory");
 }
 
 /// Gives registers of the producers to the consumers, who hold the sums.
@@ -187,29 +201,20 @@ template <class S, int WIDTH> DEVICE void store_inner(const Pairs &p, const Tile
     }
 }
 
-/// Weighted outputs of pairs.
-template <class S, int WIDTH> DEVICE void store_pairs(const Pairs &p, const Tile &tile, int n, int token, const float c[WIDTH / 2]) {
+/// Weighted outputs of pairs. Lane l has looked up number `token` + l of the tile's pairs, and those 32 behind, and so on.
+template <class S, int WIDTH>
+DEVICE void store_pairs(const Pairs &p, const Tile &tile, int n, int token, const float c[WIDTH / 2], const u32 *pairs, const float *weights) {
     int lane = threadIdx.x % 32;
     n += lane / 4 * 2;
-    if (n >= p.n) return;
-    // All loads before the stores that follow them: each takes as long as a step.
-    const int AT_ONCE = WIDTH < 32 ? WIDTH / 4 : 8;
 #pragma unroll
-    for (int start = 0; start < WIDTH / 4; start += AT_ONCE) {
-        u32 pairs[AT_ONCE];
-        float weights[AT_ONCE];
+    for (int j = 0; j < WIDTH / 8; j++) {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            int row = token + (start + i) / 2 * 8 + lane % 4 * 2 + i % 2;
-            pairs[i] = __ldg(p.pairs + tile.first + min(row, tile.rows - 1));
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) weights[i] = __ldg(p.weights + pairs[i]);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            int j = (start + i) / 2, row = token + j * 8 + lane % 4 * 2 + i % 2;
-            float low = c[4 * j + i % 2] * weights[i], high = c[4 * j + 2 + i % 2] * weights[i];
-            if (row < tile.rows) *(u32 *)(p.out + (long)pairs[i] * p.n + n) = bf16_pair(low, high);
+        for (int i = 0; i < 2; i++) {
+            int from = j % 4 * 8 + lane % 4 * 2 + i;
+            u32 pair = __shfl_sync(~0u, pairs[j / 4], from);
+            float weight = __shfl_sync(~0u, weights[j / 4], from);
+            u32 both = bf16_pair(c[4 * j + i] * weight, c[4 * j + 2 + i] * weight);
+            if (token + j / 4 * 32 + from < tile.rows && n < p.n) *(u32 *)(p.out + (long)pair * p.n + n) = both;
         }
     }
 }
@@ -227,38 +232,81 @@ DEVICE void consume(const Pairs &p, const Tile &tile, int first, u8 *shared, Rin
     }
     u32 low = (u32)(u64)row_at<S, GATED>(p, tile, first, row), high = (u32)(u64)row_at<S, GATED>(p, tile, first, row + 8);
     const u32 *table = (const u32 *)(shared + Z::TABLE_AT);
-    for (int k = 0; k < p.k; k += STEP) {
+    u32 a[2][16];
+    auto decode = [&](int k, u32 out[2][16]) {
         if (k % SPAN == 0) barrier_wait(spans.full + 8 * spans.slot, spans.parity);
         const u8 *window = shared + Z::SPANS_AT + spans.slot * Z::SPAN_BUFFER + row * WINDOW;
         u32 offset = k / SPAN * SPAN_BYTES, run = (u32)k % SPAN / 32 + lane % 4;
-        u32 a[2][16];
-        Run<TYPE>::decode(window + ((low + offset) & 15), run, table, a[0]);
-        Run<TYPE>::decode(window + 8 * WINDOW + ((high + offset) & 15), run, table, a[1]);
+        Run<TYPE>::decode(window + ((low + offset) & 15), run, table, out[0]);
+        Run<TYPE>::decode(window + 8 * WINDOW + ((high + offset) & 15), run, table, out[1]);
         if (k % SPAN == SPAN - STEP || k + STEP >= p.k) {
             __syncwarp();
             if (lane == 0) barrier_arrive(spans.empty + 8 * spans.slot);
             Ring::advance(spans, S::SPANS);
         }
+    };
+    auto multiply = [&](u32 by[2][16]) {
         barrier_wait(x.full + 8 * x.slot, x.parity);
         u64 from = descriptor(shared_address(shared) + x.slot * Z::X_BYTES);
+        settle(by);
         products_begin();
 #pragma unroll
         for (int s = 0; s < STEP / 16; s++) {
 #pragma unroll
             for (int i = 0; i < BLOCKS; i++) {
-                multiply_tile<WIDTH>(c[i], a[0][2 * s], a[1][2 * s], a[0][2 * s + 1], a[1][2 * s + 1],
+                multiply_tile<WIDTH>(c[i], by[0][2 * s], by[1][2 * s], by[0][2 * s + 1], by[1][2 * s + 1],
                                      from + s / 4 * (Z::HALF / 16) + i * (64 * 128 / 16) + s % 4 * 2);
             }
         }
         products_commit();
-        products_wait<0>();
+    };
+    auto release = [&]() {
         if (lane == 0) barrier_arrive(x.empty + 8 * x.slot);
         Ring::advance(x, S::X_STAGES);
+    };
+    decode(0, a);
+    if (S::AHEAD) {
+        // The next step is decoded while this one's products are made.
+        u32 b[2][16];
+        for (int k = 0;; k += 2 * STEP) {
+            multiply(a);
+            decode(k + STEP, b);
+            settle(b);
+            products_wait<0>();
+            release();
+            multiply(b);
+            if (k + 2 * STEP >= p.k) break;
+            decode(k + 2 * STEP, a);
+            settle(a);
+            products_wait<0>();
+            release();
+        }
+        products_wait<0>();
+        release();
+    } else {
+        for (int k = STEP;; k += STEP) {
+            multiply(a);
+            products_wait<0>();
+            release();
+            if (k >= p.k) break;
+            decode(k, a);
+        }
     }
+    if (GATED) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) store_inner<S, WIDTH>(p, tile, first + warp * 8, i * 64, c[i]);
+        return;
+    }
+    const int LOOKED_UP = (BLOCKS * WIDTH + 31) / 32;
+    u32 pairs[LOOKED_UP];
+    float weights[LOOKED_UP];
+#pragma unroll
+    for (int i = 0; i < LOOKED_UP; i++) pairs[i] = __ldg(p.pairs + tile.first + min(i * 32 + lane, tile.rows - 1));
+#pragma unroll
+    for (int i = 0; i < LOOKED_UP; i++) weights[i] = __ldg(p.weights + pairs[i]);
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
-        if (GATED) store_inner<S, WIDTH>(p, tile, first + warp * 8, i * 64, c[i]);
-        else store_pairs<S, WIDTH>(p, tile, first + warp * 16, i * 64, c[i]);
+        store_pairs<S, WIDTH>(p, tile, first + warp * 16, i * 64, c[i], pairs + 2 * i, weights + 2 * i);
     }
 }
 
@@ -273,8 +321,7 @@ DEVICE void consume_tile(const Pairs &p, const Tile &tile, int first, u8 *shared
     if (tile.rows <= 32) consume<S, GATED, 1, 32>(p, tile, first, shared, x, spans);
     else if (tile.rows <= 64) consume<S, GATED, 1, 64>(p, tile, first, shared, x, spans);
     else if (tile.rows <= 128) consume<S, GATED, 2, 64>(p, tile, first, shared, x, spans);
-    else if (tile.rows <= 192) consume<S, GATED, 3, 64>(p, tile, first, shared, x, spans);
-    else consume<S, GATED, 4, 64>(p, tile, first, shared, x, spans);
+    else consume<S, GATED, 3, 64>(p, tile, first, shared, x, spans);
 }
 
 /// Blocks of the grid take tiles in turns.

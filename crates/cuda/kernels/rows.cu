@@ -178,10 +178,11 @@ KERNEL void sum_pairs(Sum p) {
         total.x += bf16_value((u16)both);
         total.y += bf16_value((u16)(both >> 16));
     }
-    *sum = total;
-    if (p.last) {
-        float2 *hidden = (float2 *)(p.hidden + row * p.cols + n);
-        hidden->x += total.x;
-        hidden->y += total.y;
+    if (!p.last) {
+        *sum = total;
+        return;
     }
+    float2 *hidden = (float2 *)(p.hidden + row * p.cols + n);
+    hidden->x += total.x;
+    hidden->y += total.y;
 }

@@ -9,7 +9,7 @@ use quant::Type;
 use crate::Cuda;
 use crate::driver::Device;
 use crate::few::{
-    FewExperts, FewMatrix, Input, Output, SLACK, THREADS, TILE, UP_THREADS, UP_WARPS, WARPS, row_of_x,
+    FEW, FewExperts, FewMatrix, Input, Output, SLACK, THREADS, TILE, UP_THREADS, UP_WARPS, row_of_x,
 };
 use crate::head::Norm;
 use crate::kernels::{ExpertKernels, Kernels};
@@ -130,8 +130,11 @@ struct ExpertsUp {
     experts: i32,
     used: i32,
     logits_stride: i32,
+    count: i32,
+    buffers: i32,
     room_at: i32,
     table_at: [i32; 2],
+    keys_at: i32,
     tiles_at: i32,
 }
 
@@ -155,9 +158,12 @@ struct ExpertsDown {
     used: i32,
     shared_cols: i32,
     inner_stride: i32,
+    count: i32,
     first: i32,
     last: i32,
     abreast: i32,
+    buffers: i32,
+    by: i32,
     room_at: i32,
     table_at: [i32; 2],
     tiles_at: i32,
@@ -166,6 +172,13 @@ struct ExpertsDown {
 /// Shared memory of experts that are multiplied at a time, with few rows.
 const ABREAST_BYTES: usize = 64 << 10;
 
+/// Blocks of `experts_up` that a multiprocessor has registers for.
+const UP_BLOCKS: usize = 3;
+
+/// Shared memory of a block of `experts_up` and of `experts_down` beside what is asked for: their own, and the system's.
+const UP_STATIC: usize = 3 * 8 * 32 * 4 + 1024;
+const DOWN_STATIC: usize = 8 * 32 * 16 + 1024;
+
 /// Rows of a tile of the products of experts that are decoded before.
 const TILE_ROWS: usize = 256;
 
@@ -173,7 +186,7 @@ const TILE_ROWS: usize = 256;
 const FEW_PAIRS: usize = 48;
 
 /// Rows of so many numbers, or multiples, are shuffled for products with blocks.
-const SHUFFLED: usize = 128;
+const SHUFFLED: usize = 256;
 
 /// Decoded experts take at most this many bytes at a time.
 const MOST_DECODED: usize = 1 << 30;
@@ -341,7 +354,15 @@ impl Cuda {
         let tile = |ty: Type, cols: usize| TILE * few_window(ty.bytes(cols).expect("whole blocks"));
 
         let room_at = row_of_x(hidden);
-        let (table_at, tiles_at) = tables(gate.ty, up.ty, room_at + 4 * UP_WARPS * TILE);
+        let (table_at, keys_at) = tables(gate.ty, up.ty, room_at + 4 * UP_WARPS * TILE);
+        let items = width.div_ceil(TILE) * used * rows;
+        let tiles_at = keys_at + 4 * UP_WARPS.min(rows) * spec.moe.experts;
+        let of_tile = tile(gate.ty, hidden) + tile(up.ty, hidden);
+        let needed = |buffers: usize| tiles_at + buffers * of_tile + SLACK;
+        // As many blocks as a multiprocessor holds of those that run ahead by a tile; one buffer where each has one tile.
+        let fitting = |buffers: usize| (device.shared / (needed(buffers) + UP_STATIC)).min(UP_BLOCKS);
+        let ahead = if items > UP_BLOCKS * device.processors as usize && fitting(2) > 0 { 2 } else { 1 };
+        let blocks = items.min(fitting(ahead).max(1) * device.processors as usize);
         let p = ExpertsUp {
             mask,
             gate: self.few_experts(gate),
@@ -357,20 +378,27 @@ impl Cuda {
             experts: spec.moe.experts as i32,
             used: used as i32,
             logits_stride: columns.stride as i32,
+            count: rows as i32,
+            buffers: ahead as i32,
             room_at: room_at as i32,
             table_at,
+            keys_at: keys_at as i32,
             tiles_at: tiles_at as i32,
         };
-        let shared_bytes = tiles_at + tile(gate.ty, hidden) + tile(up.ty, hidden) + SLACK;
-        let grid = (width.div_ceil(TILE), used, rows);
-        device.launch(&self.kernels.experts_up, grid, UP_THREADS, shared_bytes, &p)?;
+        device.launch(&self.kernels.experts_up, (blocks, 1, 1), UP_THREADS, needed(ahead), &p)?;
 
         let steps = width.div_ceil(128);
         let of_one = tile(down.ty, width) + row_of_x(width) + 4 * steps * TILE;
         let abreast = (ABREAST_BYTES / of_one).clamp(1, used);
         let room_at = abreast * row_of_x(width) + row_of_x(shared.cols);
-        let room = 4 * TILE * (abreast * steps).max(WARPS);
+        let room = 4 * TILE * (abreast * steps + shared.cols.div_ceil(128));
         let (table_at, tiles_at) = tables(down.ty, shared.ty, room_at + room);
+        let of_part = abreast * tile(down.ty, width);
+        let shared_bytes =
+            |buffers: usize| tiles_at + tile(shared.ty, shared.cols) + buffers * of_part + SLACK;
+        let parts = rows.min(FEW) * used.div_ceil(abreast);
+        let ahead = if parts > 1 && shared_bytes(2) + DOWN_STATIC <= device.shared { 2 } else { 1 };
+        let words = few_window(down.ty.bytes(width).expect("whole blocks")) / 16;
         let p = ExpertsDown {
             mask,
             down: self.few_experts(down),
@@ -389,17 +417,19 @@ impl Cuda {
             used: used as i32,
             shared_cols: shared.cols as i32,
             inner_stride: columns.stride as i32,
+            count: rows as i32,
             first: i32::from(!open.summed),
             last: i32::from(last),
             abreast: abreast as i32,
+            buffers: ahead as i32,
+            by: words.next_power_of_two().min(32) as i32,
             room_at: room_at as i32,
             table_at,
             tiles_at: tiles_at as i32,
         };
         open.summed = true;
-        let tiles = abreast * tile(down.ty, width) + tile(shared.ty, shared.cols);
-        let shared_bytes = tiles_at + tiles + SLACK;
-        device.launch(&self.kernels.experts_down, (hidden.div_ceil(TILE), rows, 1), THREADS, shared_bytes, &p)
+        let grid = (hidden.div_ceil(TILE), rows.div_ceil(FEW), 1);
+        device.launch(&self.kernels.experts_down, grid, THREADS, shared_bytes(ahead), &p)
     }
 
     fn experts_grouped(
