@@ -10,13 +10,17 @@ use quant::Type;
 use redlite_cuda::{Source, Target, compile, sources};
 
 /// Kernels in which a spilled register costs time that shows.
-const HOT: [&str; 15] = [
+const HOT: [&str; 19] = [
     "gemm_store",
     "gemm_add",
     "gemm_scale",
     "gemm_gated",
     "gemm_experts_gated",
     "gemm_experts_down",
+    "experts_gated_low",
+    "experts_gated_high",
+    "experts_down_low",
+    "experts_down_high",
     "delta_prepare",
     "delta_scan",
     "delta_single",

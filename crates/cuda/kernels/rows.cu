@@ -99,7 +99,7 @@ KERNEL void group_pairs(Group p) {
 }
 
 struct Tile {
-    int first, rows, matrix, unused;
+    int first, rows, matrix, expert; // matrix: place in the list
 };
 
 struct Tiles {
@@ -128,9 +128,24 @@ KERNEL void group_tiles(Tiles p) {
         tile.first = p.starts[p.list[t]] + i * p.tile_rows;
         tile.rows = min(p.tile_rows, pairs - i * p.tile_rows);
         tile.matrix = t;
-        tile.unused = 0;
+        tile.expert = p.list[t];
         p.tiles[sums[t] - own + i] = tile;
     }
+}
+
+struct Shuffle {
+    const u32 *from; // rows of whole 128 numbers, as pairs of bf16
+    uint4 *to;
+    int fours;       // of pairs
+};
+
+/// Numbers of rows in the order in which `experts.cu` multiplies them. Grid: four pairs of numbers to a thread.
+KERNEL void shuffle_rows(Shuffle p) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= p.fours) return;
+    // Four pairs of the same step and half, of four runs.
+    const u32 *from = p.from + (long)(i / 16) * 64 + i % 16;
+    p.to[i] = make_uint4(from[0], from[16], from[32], from[48]);
 }
 
 struct Mask {
@@ -163,10 +178,11 @@ KERNEL void sum_pairs(Sum p) {
         total.x += bf16_value((u16)both);
         total.y += bf16_value((u16)(both >> 16));
     }
-    *sum = total;
-    if (p.last) {
-        float2 *hidden = (float2 *)(p.hidden + row * p.cols + n);
-        hidden->x += total.x;
-        hidden->y += total.y;
+    if (!p.last) {
+        *sum = total;
+        return;
     }
+    float2 *hidden = (float2 *)(p.hidden + row * p.cols + n);
+    hidden->x += total.x;
+    hidden->y += total.y;
 }

@@ -9,7 +9,7 @@ use quant::Type;
 use crate::compile;
 use crate::driver::{Device, Function, Module, failed};
 use crate::error::Result;
-use crate::sources::{Source, Target, expert_stages};
+use crate::sources::{PAIR_TILES, PairTiles, Source, Target, pair_buffers};
 
 /// Kernels that touch weights of one type.
 pub(crate) struct WeightKernels {
@@ -20,13 +20,14 @@ pub(crate) struct WeightKernels {
     pub(crate) embed: Function,
 }
 
-/// Products of the pairs of experts with blocks of one type.
+/// Products of the pairs of experts with blocks of one type, by tiles of one kind.
 #[derive(Clone, Copy)]
 pub(crate) struct ExpertKernels {
     pub(crate) gated: Function,
     pub(crate) down: Function,
     /// Bytes of shared memory.
     pub(crate) shared: usize,
+    pub(crate) tiles: PairTiles,
 }
 
 /// Every kernel of a model.
@@ -42,6 +43,7 @@ pub(crate) struct Kernels {
     pub(crate) group_starts: Function,
     pub(crate) group_pairs: Function,
     pub(crate) group_tiles: Function,
+    pub(crate) shuffle_rows: Function,
     pub(crate) sum_pairs: Function,
     pub(crate) delta_convolve: Function,
     pub(crate) delta_window: Function,
@@ -61,7 +63,7 @@ pub(crate) struct Kernels {
     /// Types by the numbers those three know them by.
     pub(crate) few_types: Vec<Type>,
     weights: BTreeMap<Type, WeightKernels>,
-    experts: BTreeMap<Type, ExpertKernels>,
+    experts: BTreeMap<Type, [ExpertKernels; 2]>,
     /// Keeps the functions alive.
     _modules: Vec<Module>,
 }
@@ -102,9 +104,17 @@ impl Kernels {
         let mut experts = BTreeMap::new();
         for (ty, _) in fused {
             let module = next();
-            let (_, shared) = expert_stages(target, ty).expect("it has a source");
-            let (gated, down) = (find(&module, "gemm_experts_gated")?, find(&module, "gemm_experts_down")?);
-            experts.insert(ty, ExpertKernels { gated, down, shared });
+            let find = |name: &'static str, tiles: PairTiles| {
+                let (_, shared) = pair_buffers(target, ty, tiles).expect("it has a source");
+                Ok::<_, crate::Error>((module.function(name).map_err(failed(name))?, shared))
+            };
+            let kernels = |gated, down, tiles| {
+                let ((gated, shared), (down, _)) = (find(gated, tiles)?, find(down, tiles)?);
+                Ok::<_, crate::Error>(ExpertKernels { gated, down, shared, tiles })
+            };
+            let [low, high] = PAIR_TILES;
+            let low = kernels("experts_gated_low", "experts_down_low", low)?;
+            experts.insert(ty, [low, kernels("experts_gated_high", "experts_down_high", high)?]);
             of_types.push(module);
         }
         Ok(Kernels {
@@ -119,6 +129,7 @@ impl Kernels {
             group_starts: find(&rows, "group_starts")?,
             group_pairs: find(&rows, "group_pairs")?,
             group_tiles: find(&rows, "group_tiles")?,
+            shuffle_rows: find(&rows, "shuffle_rows")?,
             sum_pairs: find(&rows, "sum_pairs")?,
             delta_convolve: find(&delta, "delta_convolve")?,
             delta_window: find(&delta, "delta_window")?,
@@ -147,8 +158,9 @@ impl Kernels {
         &self.weights[&ty]
     }
 
-    /// Kernels that decode expert weights of type `ty` as they multiply, where there are any.
-    pub(crate) fn experts_of(&self, ty: Type) -> Option<ExpertKernels> {
+    /// Kernels that decode expert weights of type `ty` as they multiply, where there are any: for few pairs of an expert,
+    /// and for many.
+    pub(crate) fn experts_of(&self, ty: Type) -> Option<[ExpertKernels; 2]> {
         self.experts.get(&ty).copied()
     }
 }

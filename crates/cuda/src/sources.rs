@@ -10,7 +10,9 @@ const COMMON: &str = include_str!("../kernels/common.cuh");
 const TYPES: &str = include_str!("../kernels/types.cuh");
 const RUNS: &str = include_str!("../kernels/runs.cuh");
 const WEIGHTS: &str = include_str!("../kernels/weights.cu");
+const PIPELINE: &str = include_str!("../kernels/pipeline.cuh");
 const GEMM: &str = include_str!("../kernels/gemm.cu");
+const EXPERTS: &str = include_str!("../kernels/experts.cu");
 const FEW: &str = include_str!("../kernels/few.cu");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
@@ -88,13 +90,6 @@ pub(crate) fn gemm_stages(target: &Target) -> (usize, usize) {
     (stages, stages * (STAGE_BYTES + BARRIER_BYTES))
 }
 
-/// Bytes of shared memory for blocks of `ty` on their way to be decoded: two spans of 256 weights of 128 rows, windows
-/// around them.
-fn span_bytes(ty: Type) -> usize {
-    let span = ty.bytes(256).expect("256 weights are whole blocks of every type");
-    2 * 128 * few_window(span)
-}
-
 /// Bytes of the table of decoded codebook rows that decoding `ty` keeps in shared memory (`Run::TABLE` of the kernels).
 pub(crate) fn table_bytes(ty: Type) -> usize {
     match ty {
@@ -109,19 +104,53 @@ pub(crate) fn table_bytes(ty: Type) -> usize {
     }
 }
 
+/// Copies of that table for the products of pairs of experts, so that lanes read from different banks: as many as lanes read
+/// at a time, or fit.
+fn copies(ty: Type) -> usize {
+    let lanes = match ty {
+        Type::IQ1_S | Type::IQ1_M | Type::IQ2_XXS | Type::IQ2_XS | Type::IQ2_S => 8,
+        Type::IQ3_XXS | Type::IQ3_S => 16,
+        _ => 32,
+    };
+    (COPIES_BYTES / table_bytes(ty).max(1)).clamp(1, lanes)
+}
+
+/// Most bytes of all copies of a table.
+const COPIES_BYTES: usize = 32 << 10;
+
 /// Bytes of shared memory of `bytes` bytes of a row (`window` and `WINDOW` of the kernels): whole words of 16, an odd number
 /// of them.
 pub(crate) fn few_window(bytes: usize) -> usize {
     (((bytes + 30) / 16) | 1) * 16
 }
 
-/// Stages of the products of many rows with blocks of `ty`, and their shared memory in all. `None` for plain numbers,
+/// Tiles of the products of pairs of experts (`Low` and `High` of the kernels).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PairTiles {
+    /// Pairs of a tile.
+    pub(crate) pairs: usize,
+    /// Threads of a block.
+    pub(crate) threads: usize,
+    rows: usize,
+    x_stages: usize,
+}
+
+/// For few pairs of an expert, and for many.
+pub(crate) const PAIR_TILES: [PairTiles; 2] = [
+    PairTiles { pairs: 64, threads: 640, rows: 256, x_stages: 4 },
+    PairTiles { pairs: 192, threads: 384, rows: 128, x_stages: 3 },
+];
+
+/// Buffers of blocks of `ty` for the products of pairs of experts, and their shared memory in all. `None` for plain numbers,
 /// and for GPUs that cannot hand registers from one warp to another or lack the shared memory.
-pub(crate) fn expert_stages(target: &Target, ty: Type) -> Option<(usize, usize)> {
-    let spans = span_bytes(ty) + table_bytes(ty);
-    let stages = (target.shared.checked_sub(spans)? / (STAGE_BYTES + BARRIER_BYTES)).min(4);
-    let possible = target.arch == "sm_90a" && stages >= 2 && ty.block_len() > 1;
-    possible.then_some((stages, stages * (STAGE_BYTES + BARRIER_BYTES) + spans))
+pub(crate) fn pair_buffers(target: &Target, ty: Type, tiles: PairTiles) -> Option<(usize, usize)> {
+    let span = ty.bytes(256).expect("256 weights are whole blocks of every type");
+    let x = tiles.x_stages * tiles.pairs * 128 * 2;
+    let fixed = x + copies(ty) * table_bytes(ty) + 2 * 4 * tiles.pairs + BARRIER_BYTES * tiles.x_stages;
+    let each = tiles.rows * few_window(span) + BARRIER_BYTES;
+    let buffers = (target.shared.checked_sub(fixed)? / each).min(3);
+    let possible = target.arch == "sm_90a" && buffers >= 2 && ty.block_len() > 1;
+    possible.then_some((buffers, fixed + buffers * each))
 }
 
 /// Bytes of shared memory of the scan over cells with `stages` stages, for heads of `dim`.
@@ -168,16 +197,17 @@ impl Source {
         Source::new(
             target,
             "gemm".to_string(),
-            &[COMMON, GEMM],
+            &[COMMON, PIPELINE, GEMM],
             &[format!("STAGES={}", gemm_stages(target).0)],
         )
     }
 
     /// Products of the pairs of experts whose weights are blocks of `ty`, if this GPU has the shared memory for them.
     pub fn experts(target: &Target, ty: Type) -> Option<Source> {
-        let (stages, _) = expert_stages(target, ty)?;
-        let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, GEMM];
-        let defines = [format!("TYPE={ty}"), format!("STAGES={stages}")];
+        let [low, high] = PAIR_TILES.map(|tiles| pair_buffers(target, ty, tiles));
+        let (low, high) = (low?.0, high?.0);
+        let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, PIPELINE, EXPERTS];
+        let defines = [format!("TYPE={ty}"), format!("SPANS_LOW={low}"), format!("SPANS_HIGH={high}"), format!("COPIES={}", copies(ty))];
         Some(Source::new(target, format!("experts {ty}"), &parts, &defines))
     }
 
@@ -191,7 +221,7 @@ impl Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
         let parts = [COMMON, &codebooks(types), TYPES, RUNS, ROUTE, FEW];
         let name = format!("few {}", names.join(" "));
-        Source::new(target, name, &parts, &[format!("TYPES={}", names.join(","))])
+        Source::new(target, name, &parts, &[format!("TYPES={}", names.join(",")), "COPIES=1".to_string()])
     }
 
     /// What the GPU can do at most.
