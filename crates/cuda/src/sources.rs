@@ -207,7 +207,12 @@ impl Source {
         let [low, high] = PAIR_TILES.map(|tiles| pair_buffers(target, ty, tiles));
         let (low, high) = (low?.0, high?.0);
         let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, PIPELINE, EXPERTS];
-        let defines = [format!("TYPE={ty}"), format!("SPANS_LOW={low}"), format!("SPANS_HIGH={high}"), format!("COPIES={}", copies(ty))];
+        let defines = [
+            format!("TYPE={ty}"),
+            format!("SPANS_LOW={low}"),
+            format!("SPANS_HIGH={high}"),
+            format!("COPIES={}", copies(ty)),
+        ];
         Some(Source::new(target, format!("experts {ty}"), &parts, &defines))
     }
 
