@@ -57,9 +57,10 @@ number() { grep -o "\"$1\": *[0-9.e+-]*" "$2" | tail -n 1 | sed 's/.*: *//'; }
 
 # phases FILE: the peak of each phase beside its plan.
 phases() {
-    grep -o '"peak_bytes":[^}]*}' "$1" | tr -d '"}' | awk -F '[:,]' '{
-        # keys are sorted: peak_bytes, phase, plan_bytes
-        printf "%s%s: peak %d MiB of %d MiB planned (%.1f %%)", (NR > 1 ? "; " : ""), $4, $2/1048576, $6/1048576, 100*$2/$6 }'
+    grep -o '{[^{}]*"plan_bytes"[^{}]*}' "$1" | tr -d '"{} ' | awk -F '[:,]' '{
+        for (i = 1; i < NF; i += 2) of[$i] = $(i + 1)
+        printf "%s%s: peak %d MiB of %d MiB planned (%.1f %%)", (NR > 1 ? "; " : ""), of["phase"],
+            of["peak_bytes"]/1048576, of["plan_bytes"]/1048576, 100*of["peak_bytes"]/of["plan_bytes"] }'
 }
 
 # capped CMD...: runs it in a new memory group with the limit `cap`, file cache counted.
