@@ -117,7 +117,7 @@ pub(crate) struct PairTiles {
 /// For few pairs of an expert, and for many.
 pub(crate) const PAIR_TILES: [PairTiles; 2] = [
     PairTiles { pairs: 64, threads: 640, rows: 256, x_stages: 4 },
-    PairTiles { pairs: 192, threads: 384, rows: 128, x_stages: 3 },
+    PairTiles { pairs: 192, threads: 512, rows: 128, x_stages: 3 },
 ];
 
 /// Buffers of blocks of `ty` for the products of pairs of experts, and their shared memory in all. `None` for plain numbers,
@@ -171,7 +171,12 @@ impl Source {
         let [low, high] = PAIR_TILES.map(|tiles| pair_buffers(target, ty, tiles));
         let (low, high) = (low?.0, high?.0);
         let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, PIPELINE, EXPERTS];
-        let defines = [format!("TYPE={ty}"), format!("SPANS_LOW={low}"), format!("SPANS_HIGH={high}"), format!("COPIES={}", copies(ty))];
+        let defines = [
+            format!("TYPE={ty}"),
+            format!("SPANS_LOW={low}"),
+            format!("SPANS_HIGH={high}"),
+            format!("COPIES={}", copies(ty)),
+        ];
         Some(Source::new(target, format!("experts {ty}"), &parts, &defines))
     }
 
