@@ -14,25 +14,26 @@
 // and in spans of 256 weights through SPANS buffers of blocks in file form, a window of whole words of 16 bytes for each row.
 // Each buffer has a barrier for "full" and one for "empty". A sum runs over k in ascending order whatever is beside it.
 
-const int STEP = 128, PRODUCERS = 128;
+const int STEP = 128;
 const int SPAN = 256; // weights
 const int SPAN_BYTES = SPAN / TYPE::LEN * TYPE::BYTES;
 const int WINDOW = ((SPAN_BYTES + 30) / 16 | 1) * 16; // bytes of a row: an odd number of 16-byte words around a span
 
-/// Tiles for few and for many pairs of an expert. SPANS_*: buffers of blocks there is room for. AHEAD: whether there are
-/// registers for a step that is decoded ahead, where k must be whole spans.
+/// Tiles for few and for many pairs of an expert, threads that copy, registers of a thread that multiplies and of one that
+/// copies. SPANS_*: buffers of blocks there is room for. AHEAD: whether there are registers for a step that is decoded ahead; k
+/// must be whole spans there.
 struct Low {
-    static const int GROUPS = 4, TOKENS = 64, X_STAGES = 4, SPANS = SPANS_LOW, MORE = 104, LESS = 64;
+    static const int GROUPS = 4, PRODUCERS = 128, TOKENS = 64, X_STAGES = 4, SPANS = SPANS_LOW, MORE = 104, LESS = 64;
     static const bool AHEAD = false;
 };
 struct High {
-    static const int GROUPS = 2, TOKENS = 192, X_STAGES = 3, SPANS = SPANS_HIGH, MORE = 224, LESS = 56;
+    static const int GROUPS = 2, PRODUCERS = 256, TOKENS = 192, X_STAGES = 3, SPANS = SPANS_HIGH, MORE = 208, LESS = 48;
     static const bool AHEAD = true;
 };
 
 /// Sizes and places in shared memory.
 template <class S> struct Sizes {
-    static const int CONSUMERS = S::GROUPS * 128, THREADS = CONSUMERS + PRODUCERS, ROWS = S::GROUPS * 64;
+    static const int CONSUMERS = S::GROUPS * 128, THREADS = CONSUMERS + S::PRODUCERS, ROWS = S::GROUPS * 64;
     static const int HALF = S::TOKENS * 128, X_BYTES = 2 * HALF, SPAN_BUFFER = ROWS * WINDOW;
     static const int SPANS_AT = S::X_STAGES * X_BYTES, TABLE_AT = SPANS_AT + S::SPANS * SPAN_BUFFER;
     static const int PLACES_AT = TABLE_AT + Run<TYPE>::TABLE * COPIES, BARRIERS_AT = PLACES_AT + 2 * 4 * S::TOKENS;
@@ -139,25 +140,28 @@ template <class S, bool GATED> DEVICE const u8 *row_at(const Pairs &p, const Til
            min(n, p.n - 1) * ((long)(p.k / TYPE::LEN) * TYPE::BYTES);
 }
 
-/// Copies all that a tile needs. `odd`: whether an odd number of tiles came before.
+/// The row of x of one of a tile's pairs.
+template <bool GATED> DEVICE u32 x_row(const Pairs &p, const Tile &tile, int i) {
+    if (!GATED) return tile.first + i;
+    return i < tile.rows ? __ldg(p.pairs + tile.first + i) : 0;
+}
+
+/// Copies all that a tile needs. `odd`: whether an odd number of tiles came before; `own`: `x_row` of this thread's pair, here
+/// and, looked up meanwhile, in the tile `after`.
 template <class S, bool GATED>
-DEVICE void produce(const Pairs &p, const Tile &tile, int first, u8 *shared, Ring &x, Ring &spans, int odd) {
+DEVICE void produce(const Pairs &p, const Tile &tile, int first, u8 *shared, Ring &x, Ring &spans, int odd, u32 &own, const Tile &after) {
     typedef Sizes<S> Z;
-    const int AT_ONCE = PRODUCERS / 2, PARTS = Z::ROWS / AT_ONCE;
+    const int AT_ONCE = S::PRODUCERS / 2, PARTS = Z::ROWS / AT_ONCE;
     int thread = threadIdx.x - Z::CONSUMERS, count = padded(tile.rows);
     u32 *places = (u32 *)(shared + Z::PLACES_AT) + odd * S::TOKENS;
-    for (int i = thread; i < count; i += PRODUCERS) {
-        u32 row = tile.first + i;
-        if (GATED && i < tile.rows) row = p.pairs[row] / p.used;
-        places[i] = i < tile.rows ? row * p.k : 0xffffffffu;
-    }
+    if (thread < count) places[thread] = thread < tile.rows ? (GATED ? own / p.used : own) * p.k : 0xffffffffu;
     const u8 *rows[PARTS];
 #pragma unroll
     for (int i = 0; i < PARTS; i++) rows[i] = row_at<S, GATED>(p, tile, first, thread / 2 + i * AT_ONCE);
-    asm volatile("bar.sync 1, 128;" ::: "memory");
+    asm volatile("bar.sync 1, %0;" ::"n"(S::PRODUCERS) : "memory");
     int row = thread / 16, chunk = thread % 16;
     u32 base = shared_address(shared);
-    u32 to_x = base + chunk / 8 * Z::HALF + row * 128 + (chunk % 8 ^ row) * 16;
+    u32 to_x = base + chunk / 8 * Z::HALF + row * 128 + (chunk % 8 ^ row % 8) * 16;
     u32 to_span = base + Z::SPANS_AT + thread / 2 * WINDOW;
     for (int k = 0; k < p.k; k += STEP) {
         if (k % SPAN == 0) {
@@ -178,13 +182,14 @@ DEVICE void produce(const Pairs &p, const Tile &tile, int first, u8 *shared, Rin
         barrier_wait(x.empty + 8 * x.slot, x.parity ^ 1);
         u32 to = to_x + x.slot * Z::X_BYTES;
 #pragma unroll 4
-        for (int i = 0; i < count; i += 8) {
+        for (int i = 0; i + row < count; i += S::PRODUCERS / 16) {
             u32 at = places[row + i];
             bool valid = at != 0xffffffffu;
             copy_16(to + i * 128, p.x + (valid ? at : 0) + k + chunk * 8, valid);
         }
         barrier_arrive_copied(x.full + 8 * x.slot);
         Ring::advance(x, S::X_STAGES);
+        if (k == 0) own = x_row<GATED>(p, after, thread);
     }
 }
 
@@ -334,7 +339,7 @@ template <class S, bool GATED> DEVICE void experts(const Pairs &p) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::X_STAGES + S::SPANS; i++) {
             u32 at = i < S::X_STAGES ? barriers + 8 * i : barriers + 8 * (S::X_STAGES + i);
-            barrier_init(at, PRODUCERS);
+            barrier_init(at, S::PRODUCERS);
             barrier_init(at + 8 * (i < S::X_STAGES ? S::X_STAGES : S::SPANS), Z::CONSUMERS / 32);
         }
     }
@@ -350,10 +355,11 @@ template <class S, bool GATED> DEVICE void experts(const Pairs &p) {
     if (threadIdx.x >= Z::CONSUMERS) {
         less_registers<S>();
         int odd = 0;
+        u32 own = x_row<GATED>(p, next, threadIdx.x - Z::CONSUMERS);
         for (int t = blockIdx.x; t < count; t += step, odd ^= 1) {
             Tile tile = next;
             look_up(t + step);
-            produce<S, GATED>(p, tile, t % columns * OUTPUTS, shared, x, spans, odd);
+            produce<S, GATED>(p, tile, t % columns * OUTPUTS, shared, x, spans, odd, own, next);
         }
         copies_wait_all();
     } else {

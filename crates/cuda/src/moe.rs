@@ -466,7 +466,7 @@ impl Cuda {
             used: used as i32,
             last: i32::from(last),
         };
-        device.launch(&self.kernels.sum_pairs, (rows, (hidden / 2).div_ceil(256), 1), 256, 0, &p)
+        device.launch(&self.kernels.sum_pairs, (rows, (hidden / 8).div_ceil(256), 1), 256, 0, &p)
     }
 
     /// Sorts the pass's pairs by expert, once for all waves of a layer.

@@ -138,7 +138,7 @@ pub(crate) struct PairTiles {
 /// For few pairs of an expert, and for many.
 pub(crate) const PAIR_TILES: [PairTiles; 2] = [
     PairTiles { pairs: 64, threads: 640, rows: 256, x_stages: 4 },
-    PairTiles { pairs: 192, threads: 384, rows: 128, x_stages: 3 },
+    PairTiles { pairs: 192, threads: 512, rows: 128, x_stages: 3 },
 ];
 
 /// Buffers of blocks of `ty` for the products of pairs of experts, and their shared memory in all. `None` for plain numbers,
