@@ -80,7 +80,7 @@ pub enum Command {
 pub enum BackendName {
     /// Multi-threaded SIMD.
     Cpu,
-    /// One NVIDIA GPU that holds the whole model.
+    /// NVIDIA GPUs.
     Cuda,
     /// Plain and slow, in double precision where it matters: the measure of the others.
     Reference,
@@ -128,9 +128,37 @@ pub struct BackendArgs {
     /// Keep activations in single precision where they meet quantised weights; slower [cpu].
     #[arg(long)]
     pub exact: bool,
+    /// GPUs that share the layers: so many, `all`, or their numbers (`0,1`; `1,` is the second one alone)
+    /// [default: one; all where one cannot hold the model, but all can] [cuda].
+    #[arg(long, value_name = "N|all|LIST", value_parser = parse_gpus)]
+    pub gpus: Option<Gpus>,
     /// Experts in bounded memory.
     #[command(flatten)]
     pub cache: CacheArgs,
+}
+
+/// GPUs to compute with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Gpus {
+    /// Every one there is.
+    All,
+    /// The first ones.
+    First(usize),
+    /// These.
+    These(Vec<i32>),
+}
+
+fn parse_gpus(text: &str) -> Result<Gpus, String> {
+    let number =
+        |text: &str| text.trim().parse::<u8>().map_err(|_| format!("`{text}` is no number of a GPU"));
+    if text == "all" {
+        return Ok(Gpus::All);
+    }
+    if !text.contains(',') {
+        return parse_positive(text).map(Gpus::First);
+    }
+    let list = text.strip_suffix(',').unwrap_or(text).split(',');
+    Ok(Gpus::These(list.map(|text| number(text).map(i32::from)).collect::<Result<_, _>>()?))
 }
 
 /// A whole number from 1 up.
@@ -148,4 +176,20 @@ pub fn parse_type(text: &str) -> Result<Type, String> {
         let names: Vec<&str> = Type::all().map(Type::name).collect();
         format!("is not a weight type; known are {}", names.join(", "))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_are_counted_or_named() {
+        assert_eq!(parse_gpus("all"), Ok(Gpus::All));
+        assert_eq!(parse_gpus("2"), Ok(Gpus::First(2)));
+        assert_eq!(parse_gpus("0,1"), Ok(Gpus::These(vec![0, 1])));
+        assert_eq!(parse_gpus("1,"), Ok(Gpus::These(vec![1])));
+        for wrong in ["", "0", "-1", ",", "0,,1", "0,x", "0,-1", "every", "0,300"] {
+            assert!(parse_gpus(wrong).is_err(), "{wrong}");
+        }
+    }
 }

@@ -38,6 +38,8 @@ pub struct Planned {
     pub io: Io,
     /// What the machine reaches, as far as it is known.
     pub rates: Rates,
+    /// The GPUs that compute.
+    pub gpus: Vec<i32>,
 }
 
 /// How the CPU computes, by the arguments.
@@ -98,7 +100,7 @@ pub fn plan(
     };
     let make = |rates: Rates, io| {
         let plan = Plan::new(model, &needs, spare.as_ref(), &rates)?;
-        Ok::<_, Failure>(Planned { plan, io, rates })
+        Ok::<_, Failure>(Planned { plan, io, rates, gpus: Vec::new() })
     };
     let resident = make(rates(&calibration, None), Io::Cached)?;
     let disk = match resident.plan.cache {

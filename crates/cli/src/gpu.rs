@@ -1,6 +1,7 @@
 //! The plan of a GPU's memory: what a model takes there, and where its experts will be.
 
 use std::io::{self, IoSliceMut};
+use std::ops::Range;
 use std::sync::Arc;
 
 use cuda::PinnedExperts;
@@ -8,9 +9,9 @@ use engine::machine::{self, Spare};
 use engine::plan::{Cache, CacheWish, Needs, Plan, Rates};
 use experts::{Io, Reader};
 use model::state::{PAGE, SnapshotShape};
-use model::{Backend, Limits, Model};
+use model::{Backend, GRID, Limits, Model};
 
-use crate::args::BackendArgs;
+use crate::args::{BackendArgs, Gpus};
 use crate::cache::{Planned, Room};
 use crate::cache_args::{IoName, Pin};
 use crate::failure::Failure;
@@ -20,22 +21,59 @@ use crate::{cache, open, report};
 const CHUNK: usize = 8192;
 const STREAMED_CHUNK: usize = 16384;
 
-/// The plan of the GPU's memory for `model`: of what is free there, or of what the arguments allow.
+/// Chunks for each GPU of several, so that all are busy most of the time; and the smallest that is cut for that.
+const CHUNKS_EACH: usize = 4;
+const SHARED_CHUNK: usize = 2048;
+
+/// The plan of the memory of GPUs for `model`: of what is free there, or of what the arguments allow.
 ///
-/// [`Cache::Mapped`] means that the GPU holds a copy of every expert.
+/// [`Cache::Mapped`] means that the GPUs hold a copy of every expert.
 pub fn plan(model: &Model, args: &BackendArgs, room: &Room) -> Result<Planned, Failure> {
     if args.cache.cache == CacheWish::Mapped {
         let message =
             "a GPU does not compute from the mapped file: use `--cache` with a size, `full` or `auto`";
         return Err(Failure::Usage(message.to_string()));
     }
-    let (spare, rates) = (spare(args)?, Rates::default());
+    let there = cuda::count()?;
+    let gpus = chosen(args.gpus.as_ref(), there)?;
+    let planned = plan_on(model, args, room, gpus)?;
+    if args.gpus.is_some() || there == 1 || args.cache.cache != CacheWish::Auto {
+        return Ok(planned);
+    }
+    match planned.plan.cache {
+        Cache::Mapped => Ok(planned),
+        // Together they may hold what one cannot.
+        Cache::Slots(_) => {
+            Ok(plan_on(model, args, room, chosen(Some(&Gpus::All), there)?).unwrap_or(planned))
+        }
+    }
+}
+
+/// The numbers of the GPUs that were asked for, of those there are.
+fn chosen(wish: Option<&Gpus>, there: usize) -> Result<Vec<i32>, Failure> {
+    let first = |count: usize| (0..count as i32).collect();
+    let missing = |number: i32| number as usize >= there;
+    match wish {
+        None => Ok(first(1)),
+        Some(Gpus::All) => Ok(first(there)),
+        Some(Gpus::First(count)) if *count <= there => Ok(first(*count)),
+        Some(Gpus::These(list)) if !list.iter().copied().any(missing) => Ok(list.clone()),
+        Some(_) => {
+            Err(Failure::Usage(format!("`--gpus` asks for more than the {there} that the driver shows")))
+        }
+    }
+}
+
+/// The plan on some GPUs.
+fn plan_on(model: &Model, args: &BackendArgs, room: &Room, gpus: Vec<i32>) -> Result<Planned, Failure> {
+    let (spare, rates, several) = (spare(args, &gpus)?, Rates::default(), gpus.len() > 1);
     // Beside what the plan knows of: the embedding, decoded weights, one more state.
     let scratch = |limits: &Limits| {
         let shape = SnapshotShape::new(&model.spec, limits.kv);
         let kv = limits.positions.next_multiple_of(PAGE) * shape.position_len() * limits.kv.bytes();
         let known = model.dense_bytes() + (kv + 2 * shape.slot_len() * size_of::<f32>()) as u64;
-        cuda::Memory::new(model, limits).rest().saturating_sub(known)
+        let all: u64 = memory(model, limits, &gpus).iter().map(cuda::Memory::rest).sum();
+        all.saturating_sub(known)
     };
     let with_chunk = |chunk, why| {
         let needs = Needs {
@@ -54,15 +92,28 @@ pub fn plan(model: &Model, args: &BackendArgs, room: &Room) -> Result<Planned, F
         };
         Plan::new(model, &needs, Some(&spare), &rates)
     };
-    let mut plan = match args.chunk {
-        Some(chunk) => with_chunk(chunk, "asked for"),
-        None => with_chunk(CHUNK, "large enough for a GPU's products"),
-    }?;
+    let (chunk, why) = match (args.chunk, several) {
+        (Some(chunk), _) => (chunk, "asked for"),
+        (None, true) => (chunk_for(room.prompt, gpus.len()), "they follow each other through the GPUs"),
+        (None, false) => (chunk_for(room.prompt, 1), "large enough for a GPU's products"),
+    };
+    let mut plan = with_chunk(chunk, why)?;
     if args.cache.cache == CacheWish::Full {
         plan.cache = Cache::Mapped;
     }
+    if matches!(plan.cache, Cache::Slots(_)) && several {
+        return Err(Failure::Usage(format!(
+            "{} GPUs do not hold the model ({}), and only one streams experts through a cache: leave `--gpus` and \
+             `--cache` out, or use more GPUs",
+            gpus.len(),
+            spare.limit
+        )));
+    }
     if matches!(plan.cache, Cache::Slots(_)) && args.chunk.is_none() {
         plan = with_chunk(STREAMED_CHUNK, "every expert crosses the link once for each").unwrap_or(plan);
+    }
+    if several {
+        each_has_room(model, args, &plan.limits, &gpus)?;
     }
     let io = match args.cache.io {
         IoName::Direct => Io::Direct,
@@ -72,18 +123,51 @@ pub fn plan(model: &Model, args: &BackendArgs, room: &Room) -> Result<Planned, F
         IoName::Auto if holds(model) => Io::Cached,
         IoName::Auto => Io::Direct,
     };
-    Ok(Planned { plan, io, rates })
+    Ok(Planned { plan, io, rates, gpus })
 }
 
-/// Memory of the GPU that may be taken.
-pub fn spare(args: &BackendArgs) -> Result<Spare, Failure> {
-    let free = cuda::free_memory(0);
-    match (args.cache.gpu_memory, free) {
-        (Some(given), Ok(free)) if free < given => Ok(Spare { bytes: free, limit: "the GPU's free memory" }),
-        (Some(given), _) => Ok(Spare { bytes: given, limit: "--gpu-memory" }),
-        (None, Ok(free)) => Ok(Spare { bytes: free, limit: "the GPU's free memory" }),
-        (None, Err(error)) => Err(error.into()),
+/// Rows of a chunk on so many GPUs that hold the whole model, for a prompt if it is known.
+fn chunk_for(prompt: Option<usize>, gpus: usize) -> usize {
+    match prompt {
+        _ if gpus == 1 => CHUNK,
+        Some(prompt) => prompt.div_ceil(CHUNKS_EACH * gpus).next_multiple_of(GRID).clamp(SHARED_CHUNK, CHUNK),
+        None => CHUNK / 2,
     }
+}
+
+/// What each GPU needs.
+fn memory(model: &Model, limits: &Limits, gpus: &[i32]) -> Vec<cuda::Memory> {
+    cuda::Pipeline::memory(model, limits, gpus.len())
+}
+
+/// Refuses parts that do not fit their GPUs, though all of the model fits all of them.
+fn each_has_room(model: &Model, args: &BackendArgs, limits: &Limits, gpus: &[i32]) -> Result<(), Failure> {
+    for (&device, memory) in gpus.iter().zip(memory(model, limits, gpus)) {
+        let needed = memory.rest() + memory.experts;
+        let free = cuda::free_memory(device)?.min(args.cache.gpu_memory.unwrap_or(u64::MAX));
+        if needed > free {
+            return Err(cuda::Error::Memory { device, free: free as usize, needed: needed as usize }.into());
+        }
+    }
+    Ok(())
+}
+
+/// Memory of some GPUs that may be taken, together.
+pub fn spare(args: &BackendArgs, gpus: &[i32]) -> Result<Spare, Failure> {
+    let several = gpus.len() > 1;
+    let (mut bytes, mut limited) = (0, false);
+    for &gpu in gpus {
+        let free = cuda::free_memory(gpu)?;
+        let given = args.cache.gpu_memory.filter(|&given| given <= free);
+        bytes += given.unwrap_or(free);
+        limited |= given.is_some();
+    }
+    let limit = match (limited, several) {
+        (true, _) => "--gpu-memory",
+        (false, true) => "the GPUs' free memory",
+        (false, false) => "the GPU's free memory",
+    };
+    Ok(Spare { bytes, limit })
 }
 
 /// Bytes of the host's memory that are pinned: what copies come from, or all experts besides.
@@ -109,18 +193,26 @@ pub struct Fetched {
     pub rows: usize,
 }
 
-/// A GPU with the experts where the plan has them.
+/// GPUs with the experts where the plan has them.
 pub fn start(
     model: &Arc<Model>,
     args: &BackendArgs,
-    plan: &Plan,
+    Planned { plan, gpus, .. }: &Planned,
     quiet: bool,
 ) -> Result<(Box<dyn Backend>, Option<Fetched>), Failure> {
     let slots = match plan.cache {
         Cache::Mapped => None,
         Cache::Slots(bytes) => Some(bytes),
     };
-    let options = cuda::Options { slots, memory: args.cache.gpu_memory, ..cuda::Options::default() };
+    let device = gpus.first().copied().unwrap_or_default();
+    let options = cuda::Options { device, slots, memory: args.cache.gpu_memory, ..cuda::Options::default() };
+    if gpus.len() > 1 {
+        let pipeline = cuda::Pipeline::new(model, plan.limits, options, gpus)?;
+        if !quiet {
+            report::say(format_args!("redlite: {}", layers_line(&pipeline.layers(), gpus)));
+        }
+        return Ok((Box::new(pipeline), None));
+    }
     let weights = open::load(model, quiet)?;
     let mut backend = cuda::Cuda::new(model.clone(), &weights, plan.limits, options)?;
     drop(weights);
@@ -131,6 +223,13 @@ pub fn start(
     let home = Arc::new(PinnedExperts::read(model, options.device)?);
     let rows = backend.fetch_from(home.clone(), fetches)?;
     Ok((Box::new(backend), Some(Fetched { home, window: window(model), rows })))
+}
+
+/// Which layers are where.
+pub fn layers_line(layers: &[Range<usize>], gpus: &[i32]) -> String {
+    let part =
+        |(layers, gpu): (&Range<usize>, &i32)| format!("{} to {} on GPU {gpu}", layers.start, layers.end - 1);
+    format!("layers {}", layers.iter().zip(gpus).map(part).collect::<Vec<_>>().join(", "))
 }
 
 /// Bytes of slots that large passes stream through while the rest is the GPU's own: a layer and a half of experts.
@@ -174,5 +273,38 @@ impl Reader for PinnedReader {
             from = rest;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_keep_every_gpu_busy() {
+        assert_eq!(chunk_for(Some(1 << 15), 1), CHUNK);
+        assert_eq!(chunk_for(Some(1 << 15), 2), 4096);
+        assert_eq!(chunk_for(Some(1 << 17), 2), CHUNK, "large ones are faster");
+        assert_eq!(chunk_for(Some(1000), 2), SHARED_CHUNK);
+        assert_eq!(chunk_for(Some(20_000), 2), 2560);
+        assert_eq!(chunk_for(Some(1 << 15), 4), 2048);
+        assert_eq!(chunk_for(None, 2), 4096);
+    }
+
+    #[test]
+    fn gpus_that_are_not_there_are_refused() {
+        assert_eq!(chosen(None, 4).ok(), Some(vec![0]));
+        assert_eq!(chosen(Some(&Gpus::All), 3).ok(), Some(vec![0, 1, 2]));
+        assert_eq!(chosen(Some(&Gpus::First(2)), 2).ok(), Some(vec![0, 1]));
+        assert_eq!(chosen(Some(&Gpus::These(vec![1, 1])), 2).ok(), Some(vec![1, 1]));
+        for wish in [Gpus::First(3), Gpus::These(vec![0, 2])] {
+            assert!(chosen(Some(&wish), 2).is_err_and(|error| error.to_string().contains("the 2 that")));
+        }
+    }
+
+    #[test]
+    fn layers_are_named() {
+        let layers = [0..24, 24..48];
+        assert_eq!(layers_line(&layers, &[0, 1]), "layers 0 to 23 on GPU 0, 24 to 47 on GPU 1");
     }
 }

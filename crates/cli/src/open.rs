@@ -117,10 +117,13 @@ pub fn start_for(
         report::say(cache::line(&planned.plan, args.backend));
     }
     let (mut backend, fetched) = match args.backend {
-        BackendName::Cuda => gpu::start(model, args, &planned.plan, quiet)?,
+        BackendName::Cuda => gpu::start(model, args, &planned, quiet)?,
         name => (backend(model, name, cache::cpu_options(args), planned.plan.limits, quiet)?, None),
     };
-    let variant = backend.capabilities().variant.clone();
+    let mut variant = backend.capabilities().variant.clone();
+    if planned.gpus.len() > 1 {
+        variant += &format!(" x {}", planned.gpus.len());
+    }
     let (experts, monitor) = cache::source(model, &mut *backend, (&args.cache, &planned), fetched)?;
     let options = Options { chunk: planned.plan.chunk, context };
     let engine = Engine::new(model.clone(), backend, experts, options);

@@ -24,17 +24,18 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
     let context = args.backend.context.unwrap_or(model.spec.context.min(4096));
     let room = Room { context, positions: context, prompt: args.prompt, lasting: args.prompt.is_none() };
     let on_gpu = args.backend.backend == BackendName::Cuda;
-    let spare = match on_gpu {
-        true => Some(gpu::spare(&args.backend)?),
-        false => cache::spare(&args.backend.cache),
-    };
-    let Planned { plan, io, rates } = cache::plan(&model, &args.backend, &room, spare.clone())?;
+    let spare = if on_gpu { None } else { cache::spare(&args.backend.cache) };
+    let Planned { plan, io, rates, gpus } = cache::plan(&model, &args.backend, &room, spare.clone())?;
+    let spare = if on_gpu { Some(gpu::spare(&args.backend, &gpus)?) } else { spare };
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", to_json(&plan, &rates, spare.as_ref(), context))?;
         return Ok(Outcome::Success);
     }
     let slots = match plan.cache {
+        Cache::Mapped if gpus.len() > 1 => {
+            format!("{} (all of them, on the GPUs)", report::size(plan.experts))
+        }
         Cache::Mapped if on_gpu => format!("{} (all of them, on the GPU)", report::size(plan.experts)),
         Cache::Mapped => "0 B (experts from the mapped file)".to_string(),
         Cache::Slots(bytes) => {
@@ -64,6 +65,9 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
         ("chunks", format!("{} tokens: {}", plan.chunk, plan.chunk_reason)),
         ("expected", cache::expectation(&plan).unwrap_or_else(|| UNKNOWN.to_string())),
     ];
+    if gpus.len() > 1 {
+        rows.push(("GPUs", gpu::layers_line(&model.cut(gpus.len()), &gpus)));
+    }
     if let (true, Cache::Slots(_)) = (on_gpu, plan.cache) {
         rows.push(("pinned by the host", report::size(gpu::pinned(&model, &args.backend, &plan))));
     }

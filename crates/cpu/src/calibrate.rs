@@ -71,7 +71,7 @@ pub(crate) fn peaks(team: &mut Team) -> Vec<Peaks> {
         }
         let plain = Peak { unit: "f32", rate: numbers };
         let quantised = if team.exact { plain } else { Peak { unit: "int8", rate: integers } };
-        Peaks { workers, quantised, plain, bytes }
+        Peaks { workers, quantised, plain, bytes, link: None }
     };
     counts.into_iter().map(one).collect()
 }

@@ -10,13 +10,17 @@ use quant::Type;
 use redlite_cuda::{Source, Target, compile, sources};
 
 /// Kernels in which a spilled register costs time that shows.
-const HOT: [&str; 15] = [
+const HOT: [&str; 19] = [
     "gemm_store",
     "gemm_add",
     "gemm_scale",
     "gemm_gated",
     "gemm_experts_gated",
     "gemm_experts_down",
+    "experts_gated_low",
+    "experts_gated_high",
+    "experts_down_low",
+    "experts_down_high",
     "delta_prepare",
     "delta_scan",
     "delta_single",
@@ -57,9 +61,10 @@ fn main() -> ExitCode {
     for arch in archs {
         let target = Target::named(arch);
         all.extend(sources(&target, &spec, KvType::F16).into_iter().map(|source| (arch, source)));
-        let attention = Source::attention(&target, &spec, KvType::F32);
+        let attention = Source::attention(&target, spec.attention.head_dim, KvType::F32);
         all.push((arch, attention));
         all.push((arch, Source::fetch(&target)));
+        all.push((arch, Source::peaks(&target)));
         all.extend(Type::all().map(|ty| (arch, Source::weights(&target, ty))));
         all.extend(Type::all().map(|ty| (arch, Source::few(&target, &[ty]))));
         all.extend(Type::all().filter_map(|ty| Some((arch, Source::experts(&target, ty)?))));

@@ -101,6 +101,9 @@ DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"
 /// Waits until at most N of this thread's committed groups are in flight.
 template <int N> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
+/// Waits for all of this thread's copies.
+DEVICE void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 /// Four 8×8 matrices of 16-bit numbers from shared memory; lane l names row l % 8 of matrix l / 8.
 DEVICE void load_matrices(u32 out[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

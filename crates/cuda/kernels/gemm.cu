@@ -8,28 +8,12 @@
 //
 // each with a barrier for "full" and one for "empty". Those warps run ahead, over the end of a tile into the next.
 //
-// b is either numbers, or blocks of TYPE that are decoded on their way into a stage, 32 weights of a row by each thread
-// (`Run`, its table in shared memory). Their bytes come through shared memory too, a span of 256 weights of each row at a
-// time, one span ahead.
-//
 // The layout of a stage is the one the tensor cores of compute capability 9.0a read themselves (128-byte swizzle,
 // `wgmma`); others load it with `ldmatrix`. Both leave sums alike: lane l of warp w holds rows 16 w + l / 4 and + 8 of a
 // block of 64, columns 8 j + 2 (l % 4) and the next. A row's sums run over k in ascending order whatever rows are
 // beside it.
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define WGMMA 1
-#else
-#define WGMMA 0
-#endif
-
-#ifdef TYPE
-const int PRODUCERS = 256;
-#else
-const int PRODUCERS = 128;
-#endif
-
-const int TILE_M = 256, TILE_N = 128, STEP = 64, CONSUMERS = 256, THREADS = CONSUMERS + PRODUCERS;
+const int TILE_M = 256, TILE_N = 128, STEP = 64, CONSUMERS = 256, PRODUCERS = 128, THREADS = CONSUMERS + PRODUCERS;
 const int ROWS_AT_ONCE = PRODUCERS / 8; // rows of a stage that producers copy at a time, eight chunks each
 const int A_BYTES = TILE_M * STEP * 2, B_BYTES = TILE_N * STEP * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 
@@ -40,7 +24,7 @@ struct Tile {
     int first;  // of the sorted pairs
     int rows;   // at most TILE_M
     int matrix; // of b: the expert's place in the list
-    int unused;
+    int expert;
 };
 
 struct Gemm {
@@ -56,18 +40,9 @@ struct Gemm {
     int tile_rows;       // of products that are not grouped: 64, 128 or 256
     int a_stride, out_stride;
     int used;            // pairs of a row
-    // Instead of b, of a grouped product of blocks: gate and up (or down) of expert 0, bytes to the next expert's,
-    // and the experts that tiles name.
-    const u8 *blocks[2];
-    long strides[2];
-    const u64 *places[2]; // of each expert's blocks instead; may be null
-    const u32 *list;
 };
 
 #if WGMMA
-
-/// The descriptor of a swizzled tile: rows of 128 bytes, groups of eight rows 1024 bytes apart.
-DEVICE u64 descriptor(u32 address) { return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 
 /// c += a · b over 16 of k: a [64, 16], b [128, 16] in shared memory.
 DEVICE void multiply_tile(float c[64], u64 a, u64 b) {
@@ -89,19 +64,6 @@ DEVICE void multiply_tile(float c[64], u64 a, u64 b) {
         : "l"(a), "l"(b));
 }
 
-/// Makes ordinary stores to shared memory, of this thread or ones it has waited for, visible to the tensor cores. It waits
-/// for the thread's asynchronous copies too: so those who multiply call it, not those who copy.
-DEVICE void stores_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-/// Gives registers of the producers to the consumers, who hold the sums.
-template <bool MORE> DEVICE void registers() {
-    if (THREADS < 512) return;
-    if (MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
-    else asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-}
-
 /// One step of BLOCKS blocks of rows.
 template <int BLOCKS> DEVICE void products(float c[BLOCKS][64], u32 stage, int group) {
     u64 b = descriptor(stage + A_BYTES);
@@ -113,19 +75,10 @@ template <int BLOCKS> DEVICE void products(float c[BLOCKS][64], u32 stage, int g
             multiply_tile(c[i], a + 2 * part, b + 2 * part);
         }
     }
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    products_commit();
 }
 
-/// Waits until at most N steps' products are in flight.
-template <int N> DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-
 #else
-
-DEVICE void stores_fence() {}
-
-DEVICE void products_begin() {}
-
-template <bool MORE> DEVICE void registers() {}
 
 template <int BLOCKS> DEVICE void products(float c[BLOCKS][64], u32 stage, int group) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -150,37 +103,7 @@ template <int BLOCKS> DEVICE void products(float c[BLOCKS][64], u32 stage, int g
     }
 }
 
-template <int N> DEVICE void products_wait() {}
-
 #endif
-
-/// A barrier in shared memory that `count` arrivals complete; its phases have alternating parities.
-DEVICE void barrier_init(u32 barrier, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-DEVICE void barrier_arrive(u32 barrier) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
-}
-
-/// Arrives when this thread's asynchronous copies so far are done.
-DEVICE void barrier_arrive_copied(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-/// Waits for the end of the phase of this parity.
-DEVICE void barrier_wait(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done) {
-#if WGMMA
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-#else
-        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-#endif
-    }
-}
 
 /// The stages as a ring: `count` steps have gone through it.
 struct Ring {
@@ -198,75 +121,7 @@ struct Sources {
     int a_count;          // rows of a that anybody multiplies, by ROWS_AT_ONCE
 };
 
-#ifdef TYPE
-
-const bool BLOCKS_OF_TYPE = true;
-const int SPAN = 256;                                            // weights
-const int SPAN_BYTES = SPAN / TYPE::LEN * TYPE::BYTES;
-const int WINDOW = ((SPAN_BYTES + 30) / 16 | 1) * 16;            // bytes of a row: an odd number of 16-byte words around a span
-const int SPANS_AT = STAGES * STAGE_BYTES, SPANS = TILE_N * WINDOW; // where in shared memory, and bytes of one buffer
-const int TABLE_AT = SPANS_AT + 2 * SPANS, BARRIERS_AT = TABLE_AT + Run<TYPE>::TABLE;
-
-/// Blocks of the row of a tile of b that a thread and its neighbour decode: where they begin.
-struct Blocks {
-    const u8 *row;
-};
-
-template <Then THEN> DEVICE Blocks blocks(const Gemm &p, const Tile &tile, int first_n, int thread) {
-    int row = thread / 2, half = row / (TILE_N / 2), m = THEN == GATED ? half : 0;
-    // Rows beyond the end repeat the last one.
-    int n = min(first_n + (THEN == GATED ? row % (TILE_N / 2) : row), p.n - 1);
-    Blocks out;
-    out.row = expert_at(p.blocks[m], p.strides[m], p.places[m], p.list[tile.matrix]) +
-              n * ((long)(p.k / TYPE::LEN) * TYPE::BYTES);
-    return out;
-}
-
-/// Copies the span that begins at k of a row, to one of the two buffers: a window of whole words around it.
-DEVICE void fill_span(const Blocks &from, u32 shared, int thread, int k, int buffer) {
-    u32 to = shared + SPANS_AT + buffer * SPANS + thread / 2 * WINDOW;
-    const u8 *at = (const u8 *)((u64)(from.row + k / SPAN * SPAN_BYTES) & ~15ull);
-#pragma unroll
-    for (int i = 0; i < (WINDOW / 16 + 1) / 2; i++) {
-        int word = 2 * i + thread % 2;
-        if (word < WINDOW / 16) copy_16(to + word * 16, at + word * 16, true);
-    }
-}
-
-/// Decodes the numbers k .. k + 64 of the tile of b; zeros from `end` on.
-DEVICE void fill_decoded(const Blocks &from, const u8 *shared, int thread, u32 stage, int k, int end, int buffer) {
-    int row = thread / 2, half = thread % 2;
-    u32 misaligned = ((u32)(u64)from.row + k / SPAN * SPAN_BYTES) & 15;
-    const u8 *span = shared + SPANS_AT + buffer * SPANS + row * WINDOW + misaligned;
-    u32 numbers[16];
-    if (k + half * 32 < end) {
-        // All loads before all stores: they are many and slow.
-        Run<TYPE>::decode(span, (u32)k % SPAN / 32 + half, (const u32 *)(shared + TABLE_AT), numbers);
-    } else {
-        for (int i = 0; i < 16; i++) numbers[i] = 0;
-    }
-    u32 to = stage + A_BYTES + row * 128 + ((half * 4) ^ (row & 4)) * 16, swizzle = (row & 3) * 16;
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + (i * 16 ^ swizzle)), "r"(numbers[4 * i]),
-                     "r"(numbers[4 * i + 1]), "r"(numbers[4 * i + 2]), "r"(numbers[4 * i + 3])
-                     : "memory");
-    }
-}
-
-DEVICE void fill_table(u8 *shared) { Run<TYPE>::fill_table((u32 *)(shared + TABLE_AT)); }
-
-#else
-
-const bool BLOCKS_OF_TYPE = false;
-const int SPAN = 4 * STEP, BARRIERS_AT = STAGES * STAGE_BYTES;
-struct Blocks {};
-template <Then THEN> DEVICE Blocks blocks(const Gemm &, const Tile &, int, int) { return Blocks(); }
-DEVICE void fill_span(const Blocks &, u32, int, int, int) {}
-DEVICE void fill_decoded(const Blocks &, const u8 *, int, u32, int, int, int) {}
-DEVICE void fill_table(u8 *) {}
-
-#endif
+const int BARRIERS_AT = STAGES * STAGE_BYTES;
 
 /// The place of a row of the tile of a grouped product.
 DEVICE u32 pair_at(const Gemm &p, const Tile &tile, int row) { return p.pairs[tile.first + row]; }
@@ -284,7 +139,6 @@ DEVICE void sources(Sources &from, const Gemm &p, const Tile &tile, int first_n,
         from.a[i] = at * p.a_stride + thread % 8 * 8;
         from.a_valid |= (u32)valid << i;
     }
-    if (BLOCKS_OF_TYPE) return;
 #pragma unroll
     for (int i = 0; i < TILE_N / ROWS_AT_ONCE; i++) {
         int row = thread / 8 + ROWS_AT_ONCE * i;
@@ -307,7 +161,6 @@ DEVICE void fill(const Gemm &p, const Sources &from, const u16 *b, int thread, u
         if (i >= from.a_count) break;
         copy_16(to + i * ROWS_AT_ONCE * 128, p.a + from.a[i] + k, inside && from.a_valid >> i & 1);
     }
-    if (BLOCKS_OF_TYPE) return;
 #pragma unroll
     for (int i = 0; i < TILE_N / ROWS_AT_ONCE; i++) {
         bool valid = inside && from.b_valid >> i & 1;
@@ -315,37 +168,16 @@ DEVICE void fill(const Gemm &p, const Sources &from, const u16 *b, int thread, u
     }
 }
 
-/// Brings all steps of a tile, and the first span of the blocks of the tile `after` it, if there is one. `spans` spans have
-/// been decoded before.
-template <Then THEN, bool GROUPED>
-DEVICE void produce(const Gemm &p, const Tile &tile, int first_n, const u8 *shared, Ring &ring, const Blocks &coded,
-                    const Blocks &after, bool follows, int &spans) {
+/// Brings all steps of a tile.
+template <Then THEN, bool GROUPED> DEVICE void produce(const Gemm &p, const Tile &tile, int first_n, Ring &ring) {
     int thread = threadIdx.x - CONSUMERS;
     Sources from;
     sources<THEN, GROUPED>(from, p, tile, first_n, thread);
     const u16 *b = p.b + tile.matrix * p.matrix;
     for (int k = 0; k < p.k; k += STEP, ring.count++) {
-        u32 stage = Ring::stage(ring), full = ring.full + Ring::offset(ring.count);
         barrier_wait(ring.empty + Ring::offset(ring.count), Ring::parity(ring) ^ 1);
-        if (BLOCKS_OF_TYPE) {
-            if (k % SPAN == 0) {
-                // Copied SPAN / STEP steps ago, but for the first and those behind a short one.
-                if (spans == 0 || (k == 0 && p.k % SPAN != 0)) copies_wait<0>();
-                else copies_wait<SPAN / STEP - 1>();
-                __syncwarp();
-            }
-            fill_decoded(coded, shared, thread, stage, k, p.k, spans % 2);
-            barrier_arrive(full);
-            if (k % SPAN == 0) {
-                __syncwarp();
-                if (k + SPAN < p.k) fill_span(coded, ring.base, thread, k + SPAN, (spans + 1) % 2);
-                else if (follows) fill_span(after, ring.base, thread, 0, (spans + 1) % 2);
-            }
-            if (k % SPAN == SPAN - STEP || k + STEP >= p.k) spans++;
-        }
-        fill(p, from, b, thread, stage, k);
-        copies_commit();
-        barrier_arrive_copied(full);
+        fill(p, from, b, thread, Ring::stage(ring), k);
+        barrier_arrive_copied(ring.full + Ring::offset(ring.count));
     }
 }
 
@@ -383,7 +215,6 @@ DEVICE void consume(const Gemm &p, const Tile &tile, int first_n, Ring &ring) {
     int first = ring.count;
     for (int k = 0; k < p.k; k += STEP, ring.count++) {
         barrier_wait(ring.full + Ring::offset(ring.count), Ring::parity(ring));
-        if (BLOCKS_OF_TYPE) stores_fence();
         products_begin();
         products<BLOCKS>(c, Ring::stage(ring), group);
         products_wait<1>();
@@ -464,10 +295,9 @@ template <Then THEN, bool GROUPED> DEVICE void gemm(const Gemm &p) {
     ring.full = ring.base + BARRIERS_AT;
     ring.empty = ring.full + STAGES * 8;
     ring.count = 0;
-    fill_table(shared);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(ring.full + 8 * i, BLOCKS_OF_TYPE ? 2 * PRODUCERS : PRODUCERS);
+            barrier_init(ring.full + 8 * i, PRODUCERS);
             barrier_init(ring.empty + 8 * i, CONSUMERS / 32);
         }
     }
@@ -475,28 +305,12 @@ template <Then THEN, bool GROUPED> DEVICE void gemm(const Gemm &p) {
     All all = All::of(p);
     int count = all.rows * all.columns, first_n;
     if (threadIdx.x >= CONSUMERS) {
-        registers<false>();
-        int spans = 0, next_n = 0;
-        Tile tile, next;
-        Blocks coded, after;
-        if ((int)blockIdx.x < count) {
-            tile = All::at(all, p, blockIdx.x, first_n);
-            coded = blocks<THEN>(p, tile, first_n, threadIdx.x - CONSUMERS);
-            fill_span(coded, ring.base, threadIdx.x - CONSUMERS, 0, 0);
-            copies_commit();
-        }
         for (int t = blockIdx.x; t < count; t += gridDim.x) {
-            bool follows = t + (int)gridDim.x < count;
-            if (follows) {
-                next = All::at(all, p, t + gridDim.x, next_n);
-                after = blocks<THEN>(p, next, next_n, threadIdx.x - CONSUMERS);
-            }
-            produce<THEN, GROUPED>(p, tile, first_n, shared, ring, coded, after, follows, spans);
-            tile = next, first_n = next_n, coded = after;
+            Tile tile = All::at(all, p, t, first_n);
+            produce<THEN, GROUPED>(p, tile, first_n, ring);
         }
-        copies_wait<0>();
+        copies_wait_all();
     } else {
-        registers<true>();
         int group = threadIdx.x / 128;
         for (int t = blockIdx.x; t < count; t += gridDim.x) {
             Tile tile = All::at(all, p, t, first_n);
@@ -509,8 +323,6 @@ template <Then THEN, bool GROUPED> DEVICE void gemm(const Gemm &p) {
 
 #define ROWS KERNEL __launch_bounds__(THREADS, 1)
 
-#ifndef TYPE
-
 /// out = a bᵀ.
 ROWS void gemm_store(__grid_constant__ const Gemm p) { gemm<STORE, false>(p); }
 
@@ -522,8 +334,6 @@ ROWS void gemm_scale(__grid_constant__ const Gemm p) { gemm<SCALE, false>(p); }
 
 /// out = SiLU(a gateᵀ) ⊙ (a upᵀ), as bf16.
 ROWS void gemm_gated(__grid_constant__ const Gemm p) { gemm<GATED, false>(p); }
-
-#endif
 
 /// The same for the pairs of experts: a's rows are those of the pairs, out's are sorted.
 ROWS void gemm_experts_gated(__grid_constant__ const Gemm p) { gemm<GATED, true>(p); }

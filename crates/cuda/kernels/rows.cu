@@ -99,7 +99,7 @@ KERNEL void group_pairs(Group p) {
 }
 
 struct Tile {
-    int first, rows, matrix, unused;
+    int first, rows, matrix, expert; // matrix: place in the list
 };
 
 struct Tiles {
@@ -128,9 +128,24 @@ KERNEL void group_tiles(Tiles p) {
         tile.first = p.starts[p.list[t]] + i * p.tile_rows;
         tile.rows = min(p.tile_rows, pairs - i * p.tile_rows);
         tile.matrix = t;
-        tile.unused = 0;
+        tile.expert = p.list[t];
         p.tiles[sums[t] - own + i] = tile;
     }
+}
+
+struct Shuffle {
+    const u32 *from; // rows of whole 128 numbers, as pairs of bf16
+    uint4 *to;
+    int fours;       // of pairs
+};
+
+/// Numbers of rows in the order in which `experts.cu` multiplies them. Grid: four pairs of numbers to a thread.
+KERNEL void shuffle_rows(Shuffle p) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= p.fours) return;
+    // Four pairs of the same step and half, of four runs.
+    const u32 *from = p.from + (long)(i / 16) * 64 + i % 16;
+    p.to[i] = make_uint4(from[0], from[16], from[32], from[48]);
 }
 
 struct Mask {
@@ -148,25 +163,43 @@ struct Sum {
 };
 
 /// sum += the outputs of a row's experts in this wave, ascending; after the last the sum joins the residual.
-/// Grid: (rows, columns / 2 / threads).
+/// Grid: (rows, columns / 8 / threads).
 KERNEL void sum_pairs(Sum p) {
-    int n = (blockIdx.y * blockDim.x + threadIdx.x) * 2;
-    long row = blockIdx.x;
-    if (n >= p.cols) return;
-    float2 *sum = (float2 *)(p.sum + row * p.cols + n);
-    float2 total = *sum;
-    for (int i = 0; i < p.used; i++) {
-        long pair = row * p.used + p.order[row * p.used + i];
-        u32 expert = p.ids[pair];
-        if (!(p.mask.bits[expert / 32] >> (expert % 32) & 1)) continue;
-        u32 both = *(const u32 *)(p.pairs + pair * p.cols + n);
-        total.x += bf16_value((u16)both);
-        total.y += bf16_value((u16)(both >> 16));
+    const int AT_ONCE = 5;
+    int n = (blockIdx.y * blockDim.x + threadIdx.x) * 8, lane = threadIdx.x % 32;
+    long row = blockIdx.x, first = row * p.used;
+    // Lane i knows the pair of the i-th expert; none if it is of another wave.
+    u32 own = ~0u;
+    if (lane < p.used) {
+        u32 pair = p.order[first + lane], expert = p.ids[first + pair];
+        if (p.mask.bits[expert / 32] >> (expert % 32) & 1) own = pair;
     }
-    *sum = total;
-    if (p.last) {
-        float2 *hidden = (float2 *)(p.hidden + row * p.cols + n);
-        hidden->x += total.x;
-        hidden->y += total.y;
+    if (n >= p.cols) n = -1;
+    float4 *sum = (float4 *)(p.sum + row * p.cols + max(n, 0)), low = sum[0], high = sum[1];
+    for (int start = 0; start < p.used; start += AT_ONCE) {
+        uint4 eight[AT_ONCE];
+        bool here[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            u32 pair = __shfl_sync(~0u, own, min(start + i, 31));
+            here[i] = start + i < p.used && pair != ~0u && n >= 0;
+            if (here[i]) eight[i] = *(const uint4 *)(p.pairs + (first + pair) * p.cols + n);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (!here[i]) continue;
+            low.x += bf16_value((u16)eight[i].x), low.y += bf16_value((u16)(eight[i].x >> 16));
+            low.z += bf16_value((u16)eight[i].y), low.w += bf16_value((u16)(eight[i].y >> 16));
+            high.x += bf16_value((u16)eight[i].z), high.y += bf16_value((u16)(eight[i].z >> 16));
+            high.z += bf16_value((u16)eight[i].w), high.w += bf16_value((u16)(eight[i].w >> 16));
+        }
     }
+    if (n < 0) return;
+    if (!p.last) {
+        sum[0] = low, sum[1] = high;
+        return;
+    }
+    float4 *hidden = (float4 *)(p.hidden + row * p.cols + n), a = hidden[0], b = hidden[1];
+    hidden[0] = make_float4(a.x + low.x, a.y + low.y, a.z + low.z, a.w + low.w);
+    hidden[1] = make_float4(b.x + high.x, b.y + high.y, b.z + high.z, b.w + high.w);
 }

@@ -5,6 +5,8 @@
 // codebooks come out of tables in shared memory as bf16 (`fill_table`): tables of bytes would have fewer bank conflicts, but
 // instructions are what binds. Types without a decoder of their own go by `decode`.
 //
+// Tables may lie there in COPIES copies, row by row, of which every lane reads its own: they then lie in different banks.
+//
 // `row` is the start of whole blocks, `run` counts 32 weights from there. Blocks of 144 and 176 bytes lie on 16 bytes.
 
 /// Whole words from an even address of shared memory; reads up to three bytes behind them.
@@ -79,12 +81,20 @@ DEVICE u32 spread_bits(u32 bits) { return (bits & 15) * 0x00204081u & 0x01010101
 /// Two whole numbers (bytes) as bf16.
 DEVICE u32 small_pair(int low, int high) { return bf16_pair((float)low, (float)high); }
 
+/// Stores a pair of numbers of a row of WORDS pairs, in all copies.
+template <int WORDS> DEVICE void fill_pair(u32 *table, int i, u32 pair) {
+    for (int copy = 0; copy < COPIES; copy++) table[(i / WORDS * COPIES + copy) * WORDS + i % WORDS] = pair;
+}
+
+/// This lane's copy.
+DEVICE u32 own_copy() { return COPIES == 1 ? 0 : threadIdx.x % COPIES; }
+
 /// Rows of eight bytes to rows of eight bf16 in shared memory, by all threads of a block.
 DEVICE void fill_rows(u32 *table, const u64 *from, int rows) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < 4 * rows; i += blockDim.x) {
         u32 pair = ((const u16 *)from)[i];
-        table[i] = small_pair((signed char)pair, (signed char)(pair >> 8));
+        fill_pair<4>(table, i, small_pair((signed char)pair, (signed char)(pair >> 8)));
     }
 }
 
@@ -93,24 +103,25 @@ DEVICE void fill_rows(u32 *table, const u32 *from, int rows) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < 2 * rows; i += blockDim.x) {
         u32 pair = ((const u16 *)from)[i];
-        table[i] = small_pair((signed char)pair, (signed char)(pair >> 8));
+        fill_pair<2>(table, i, small_pair((signed char)pair, (signed char)(pair >> 8)));
     }
 }
 
 /// Pairs of sixteen values: entry a + 16 b.
 DEVICE void fill_pairs(u32 *table, const signed char *values) {
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) table[i] = small_pair(values[i % 16], values[i / 16]);
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) fill_pair<1>(table, i, small_pair(values[i % 16], values[i / 16]));
 }
 
 /// Row `index` of a table of eight numbers.
 DEVICE void eight(const u32 *table, u32 index, u32 out[4]) {
-    uint4 row = ((const uint4 *)table)[index];
+    uint4 row = ((const uint4 *)table)[index * COPIES + own_copy()];
     out[0] = row.x, out[1] = row.y, out[2] = row.z, out[3] = row.w;
 }
 
 /// Rows of two tables of four numbers.
 DEVICE void fours(const u32 *table, u32 first, u32 second, u32 out[4]) {
-    uint2 a = ((const uint2 *)table)[first], b = ((const uint2 *)table)[second];
+    const uint2 *rows = (const uint2 *)table + own_copy();
+    uint2 a = rows[first * COPIES], b = rows[second * COPIES];
     out[0] = a.x, out[1] = a.y, out[2] = b.x, out[3] = b.y;
 }
 
@@ -404,13 +415,14 @@ template <> struct Run<IQ3_S> {
 
 /// Nibbles in a table of pairs of values.
 DEVICE void uneven_run(u32 both[4], const u32 *table, const Scale &s, u32 out[16]) {
+    const u32 *own = table + own_copy();
 #pragma unroll
     for (int i = 0; i < 4; i++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 four = both[i] >> (4 * half) & 0x0f0f0f0fu, pairs = four | four >> 4;
-            out[8 * half + 2 * i] = scaled(table[pairs & 255], s);
-            out[8 * half + 2 * i + 1] = scaled(table[pairs >> 16 & 255], s);
+            out[8 * half + 2 * i] = scaled(own[(pairs & 255) * COPIES], s);
+            out[8 * half + 2 * i + 1] = scaled(own[(pairs >> 16 & 255) * COPIES], s);
         }
     }
 }

@@ -4,16 +4,17 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::DriverError;
-use model::state::{SequenceId, Snapshot};
+use model::state::{SequenceId, Snapshot, SnapshotShape};
 use model::{
-    Backend, Capabilities, Error, GRID, Intermediate, Matrix, Pass, PassId, Result, SlotMemory, Stage, Wave,
+    Backend, Capabilities, Error, GRID, Intermediate, Matrix, Pass, PassId, Peaks, Result, SlotMemory, Stage,
+    Wave,
 };
 
 use crate::attention::provided;
-use crate::driver::Event;
+use crate::driver::{Event, failed};
 use crate::graph::Call;
 use crate::open::{Buffers, Open, attention_columns, delta_columns};
-use crate::{Cuda, fail};
+use crate::{Cuda, fail, peaks};
 
 impl Cuda {
     /// Calls a stage, or puts the call off.
@@ -68,7 +69,7 @@ impl Cuda {
     }
 
     /// Enqueues what was put off of a pass, with the context current.
-    fn settle(&mut self, pass: PassId, what: &'static str) -> Result<()> {
+    pub(crate) fn settle(&mut self, pass: PassId, what: &'static str) -> Result<()> {
         self.bind(what)?;
         let mut open = self.take(pass)?;
         let result = self.flush(&mut open);
@@ -98,7 +99,7 @@ impl Cuda {
         open.ok_or_else(|| Error::Pass(format!("pass {} is not open", pass.0)))
     }
 
-    fn get(&self, pass: PassId) -> Result<&Open> {
+    pub(crate) fn get(&self, pass: PassId) -> Result<&Open> {
         let open = self.passes.get(pass.0 as usize).and_then(Option::as_ref);
         open.map(|open| &**open).ok_or_else(|| Error::Pass(format!("pass {} is not open", pass.0)))
     }
@@ -124,6 +125,12 @@ impl Backend for Cuda {
 
     fn enqueues(&self) -> bool {
         true
+    }
+
+    fn peaks(&mut self) -> Vec<Peaks> {
+        // Without them a measurement is worth as much, and its table shorter.
+        let measured = self.device.bind().map_err(failed("peaks"));
+        measured.and_then(|()| peaks::measure(&self.device, &self.target)).into_iter().collect()
     }
 
     fn create(&mut self) -> SequenceId {
@@ -162,7 +169,8 @@ impl Backend for Cuda {
         let state = self.state.open(pass)?;
         let mut buffers = self.buffers(pass.rows());
         let single = pass.runs.iter().all(|run| run.rows.len() == 1);
-        let prepared = buffers.prepare(&self.device, (&self.model.spec, &self.state), pass, &state);
+        let (device, about) = (&self.device, (&self.model.spec, &self.state));
+        let prepared = buffers.prepare((device, &mut self.uploads), about, pass, &state);
         let tables = match prepared {
             Ok(tables) => tables,
             Err(error) => {
@@ -323,11 +331,22 @@ impl Backend for Cuda {
 
     fn sync(&mut self) -> Result<()> {
         self.bind("sync")?;
+        self.pace.clear();
         self.device.wait().map_err(fail("sync", 0))
+    }
+
+    /// The next chunk is enqueued while this one is computed, so that the GPU does not wait for the host.
+    fn keep_pace(&mut self) -> Result<()> {
+        self.pace.keep(&self.device, 1).map_err(fail("sync", 0))
     }
 }
 
 impl Cuda {
+    /// The dimensions of the states of its sequences.
+    pub(crate) fn snapshot_shape(&self) -> SnapshotShape {
+        self.state.shape
+    }
+
     /// Numbers of the GPU, by way of pinned memory. Waits.
     fn land(&mut self, at: u64, len: usize) -> std::result::Result<Vec<f32>, DriverError> {
         let device = self.device.clone();

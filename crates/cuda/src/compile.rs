@@ -1,16 +1,15 @@
 //! Compiling kernels with NVRTC, once: results are kept on disk.
 
 use std::ffi::CString;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 
 use cudarc::nvrtc::{result, sys};
 
 use crate::error::{Error, Result};
-use crate::sources::Source;
+use crate::sources::{Source, Target};
 
 /// Whether the compiler's library can be loaded.
-fn present() -> bool {
+pub(crate) fn present() -> bool {
     // SAFETY: probes for the library, before anything of it is called.
     unsafe { sys::is_culib_present() }
 }
@@ -47,28 +46,61 @@ pub fn compile(source: &Source) -> Result<(Vec<u8>, String)> {
     let log = String::from_utf8_lossy(&log.iter().map(|&c| c as u8).collect::<Vec<u8>>())
         .trim_end_matches('\0')
         .to_string();
-    let cubin = compiled.and_then(|()| {
-        let mut size = 0;
-        // SAFETY: the program is compiled; `size` is valid to write.
-        unsafe { sys::nvrtcGetCUBINSize(program, &mut size) }.result()?;
-        let mut cubin = vec![0u8; size];
-        // SAFETY: the buffer has the size the compiler gave.
-        unsafe { sys::nvrtcGetCUBIN(program, cubin.as_mut_ptr().cast()) }.result()?;
-        Ok(cubin)
-    });
+    let code = compiled
+        .and_then(|()| if source.is_portable() { portable_code(program) } else { machine_code(program) });
     // SAFETY: not used any more. A failure would leak it.
     let _ = unsafe { result::destroy_program(program) };
-    match cubin {
-        Ok(cubin) => Ok((cubin, log)),
+    match code {
+        Ok(code) => Ok((code, log)),
         Err(error) => Err(fail(if log.is_empty() { error.to_string() } else { log })),
     }
+}
+
+type Code = std::result::Result<Vec<u8>, result::NvrtcError>;
+
+/// What a compiled program is on one architecture.
+fn machine_code(program: sys::nvrtcProgram) -> Code {
+    let mut size = 0;
+    // SAFETY: the program is compiled; `size` is valid to write.
+    unsafe { sys::nvrtcGetCUBINSize(program, &mut size) }.result()?;
+    let mut code = vec![0u8; size];
+    // SAFETY: the buffer has the size the compiler gave.
+    unsafe { sys::nvrtcGetCUBIN(program, code.as_mut_ptr().cast()) }.result()?;
+    Ok(code)
+}
+
+/// What the driver compiles further (PTX), with the zero that ends it.
+fn portable_code(program: sys::nvrtcProgram) -> Code {
+    let mut size = 0;
+    // SAFETY: as above.
+    unsafe { sys::nvrtcGetPTXSize(program, &mut size) }.result()?;
+    let mut code = vec![0u8; size];
+    // SAFETY: as above.
+    unsafe { sys::nvrtcGetPTX(program, code.as_mut_ptr().cast()) }.result()?;
+    Ok(code)
+}
+
+/// What kernels are compiled for on a GPU: itself, or what the kernels that come with the program were compiled for, if
+/// there is no compiler.
+pub(crate) fn target(capability: (i32, i32), shared: usize) -> Target {
+    if present() { Target::of(capability, shared) } else { Target::packaged(capability) }
+}
+
+/// A source that comes compiled with the program: `REDLITE_KERNELS`, or the folder `kernels` beside it.
+fn packaged(source: &Source) -> Option<Vec<u8>> {
+    let named = std::env::var_os("REDLITE_KERNELS").filter(|value| !value.is_empty()).map(PathBuf::from);
+    let folder = named.or_else(|| Some(std::env::current_exe().ok()?.parent()?.join("kernels")))?;
+    std::fs::read(folder.join(source.file_name())).ok()
 }
 
 /// As [`compile`], from disk if it was compiled before.
 pub(crate) fn cached(source: &Source) -> Result<Vec<u8>> {
     let file = cache_file(source);
-    if let Some(cubin) = file.as_ref().and_then(|file| std::fs::read(file).ok()) {
-        return Ok(cubin);
+    if let Some(code) = file.as_ref().and_then(|file| std::fs::read(file).ok()) {
+        return Ok(code);
+    }
+    if let Some(code) = packaged(source) {
+        return Ok(code);
     }
     let (cubin, _) = compile(source)?;
     if let Some(file) = file {
@@ -95,13 +127,9 @@ fn store(file: &PathBuf, cubin: &[u8]) -> std::io::Result<()> {
     std::fs::rename(partial, file)
 }
 
-/// `redlite/kernels` in the user's cache folder. The name holds all that the machine code depends on, except for the
-/// compiler's version: an older result is as good.
+/// `redlite/kernels` in the user's cache folder.
 fn cache_file(source: &Source) -> Option<PathBuf> {
     let folder = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let cache = folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")))?;
-    let mut hasher = DefaultHasher::new();
-    (&source.text, &source.options).hash(&mut hasher);
-    let name = source.name.replace(' ', "-").to_lowercase();
-    Some(cache.join("redlite/kernels").join(format!("{name}-{:016x}.cubin", hasher.finish())))
+    Some(cache.join("redlite/kernels").join(source.file_name()))
 }

@@ -8,6 +8,19 @@ use cudarc::driver::{DriverError, result};
 
 use crate::error::{Error, Result};
 
+/// How many GPUs the driver shows.
+///
+/// # Errors
+/// If there is no driver.
+pub fn count() -> Result<usize> {
+    // SAFETY: probes for the library, before anything of it is called.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(Error::NoDriver);
+    }
+    result::init().map_err(|error| Error::NoDevice(error.to_string()))?;
+    Ok(result::device::get_count().map_err(|error| Error::NoDevice(error.to_string()))?.max(0) as usize)
+}
+
 /// A GPU, its context and the one stream all work goes to.
 pub(crate) struct Device {
     ordinal: sys::CUdevice,
@@ -178,14 +191,41 @@ impl Device {
 
     /// Enqueues a fill with zeros.
     pub(crate) fn zero(&self, at: u64, bytes: usize) -> std::result::Result<(), DriverError> {
+        if bytes == 0 {
+            return Ok(());
+        }
         // SAFETY: callers name parts of living buffers.
         unsafe { result::memset_d8_async(at, 0, bytes, self.stream) }
     }
 
     /// Enqueues a copy inside the GPU's memory.
     pub(crate) fn copy(&self, from: u64, to: u64, bytes: usize) -> std::result::Result<(), DriverError> {
+        if bytes == 0 {
+            return Ok(());
+        }
         // SAFETY: callers name parts of living buffers.
         unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream) }
+    }
+
+    /// Lets this GPU reach the memory of another without help. Where they cannot, copies go by way of the host, and
+    /// nothing else changes.
+    pub(crate) fn reach(&self, other: &Device) -> std::result::Result<(), DriverError> {
+        self.bind()?;
+        // SAFETY: the context lives as long as the other device, whose memory copies name only as long as that.
+        let _ = unsafe { sys::cuCtxEnablePeerAccess(other.context, 0) };
+        Ok(())
+    }
+
+    /// Enqueues a copy from another GPU's memory, with this one's context current.
+    pub(crate) fn copy_from(
+        &self,
+        other: &Device,
+        from: u64,
+        to: u64,
+        bytes: usize,
+    ) -> std::result::Result<(), DriverError> {
+        // SAFETY: callers name parts of living buffers of the two GPUs.
+        unsafe { result::memcpy_peer_async(self.context, to, other.context, from, bytes, self.stream) }
     }
 
     /// Copies numbers to the GPU, after everything enqueued; `from` may be reused at once.

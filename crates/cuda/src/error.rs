@@ -26,7 +26,8 @@ pub enum Error {
     /// The run-time compiler's library is not there.
     #[error(
         "the CUDA run-time compiler (libnvrtc) was not found: install the CUDA toolkit 12 or 13, or `pip install \
-         nvidia-cuda-nvrtc` and add its folder to LD_LIBRARY_PATH"
+         nvidia-cuda-nvrtc` and add its folder to LD_LIBRARY_PATH; or put the compiled kernels of a release into the folder \
+         `kernels` beside the program"
     )]
     NoCompiler,
     /// Our kernels do not compile, most likely because the compiler is too old.
@@ -43,10 +44,13 @@ pub enum Error {
     },
     /// More is needed than is free.
     #[error(
-        "the GPU has {} MiB free, but the model needs {} MiB; a smaller context or another file needs less",
+        "GPU {device} has {} MiB free, but its part of the model needs {} MiB; more GPUs (`--gpus`), a smaller context or \
+         another file need less",
         .free >> 20, .needed >> 20
     )]
     Memory {
+        /// The GPU's number.
+        device: i32,
         /// Bytes free.
         free: usize,
         /// Bytes needed.
@@ -62,6 +66,9 @@ pub enum Error {
         /// What would be accepted.
         expected: &'static str,
     },
+    /// The weights could not be read.
+    #[error(transparent)]
+    Model(model::Error),
     /// A call of the driver failed.
     #[error("{call}: {source}")]
     Driver {

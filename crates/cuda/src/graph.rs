@@ -138,7 +138,8 @@ impl Cuda {
             stages.map(|stage| (stage, layer))
         });
         let head = (!open.pass.logits.is_empty()).then_some((S::Head, layers.len()));
-        let expected = std::iter::once((S::Embed, 0)).chain(all).chain(head);
+        let embed = self.model.has_start().then_some((S::Embed, 0));
+        let expected = embed.into_iter().chain(all).chain(head);
         calls.iter().map(|call| (call.stage, call.layer)).eq(expected)
     }
 

@@ -1,7 +1,7 @@
 //! The kernels, compiled and on the GPU.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use model::{KvType, Model, Spec};
 use quant::Type;
@@ -9,7 +9,7 @@ use quant::Type;
 use crate::compile;
 use crate::driver::{Device, Function, Module, failed};
 use crate::error::Result;
-use crate::sources::{Source, Target, expert_stages};
+use crate::sources::{PAIR_TILES, PairTiles, Source, Target, pair_buffers};
 
 /// Kernels that touch weights of one type.
 pub(crate) struct WeightKernels {
@@ -20,13 +20,14 @@ pub(crate) struct WeightKernels {
     pub(crate) embed: Function,
 }
 
-/// Products of the pairs of experts with blocks of one type.
+/// Products of the pairs of experts with blocks of one type, by tiles of one kind.
 #[derive(Clone, Copy)]
 pub(crate) struct ExpertKernels {
     pub(crate) gated: Function,
     pub(crate) down: Function,
     /// Bytes of shared memory.
     pub(crate) shared: usize,
+    pub(crate) tiles: PairTiles,
 }
 
 /// Every kernel of a model.
@@ -42,6 +43,7 @@ pub(crate) struct Kernels {
     pub(crate) group_starts: Function,
     pub(crate) group_pairs: Function,
     pub(crate) group_tiles: Function,
+    pub(crate) shuffle_rows: Function,
     pub(crate) sum_pairs: Function,
     pub(crate) delta_convolve: Function,
     pub(crate) delta_window: Function,
@@ -61,22 +63,31 @@ pub(crate) struct Kernels {
     /// Types by the numbers those three know them by.
     pub(crate) few_types: Vec<Type>,
     weights: BTreeMap<Type, WeightKernels>,
-    experts: BTreeMap<Type, ExpertKernels>,
+    experts: BTreeMap<Type, [ExpertKernels; 2]>,
     /// Keeps the functions alive.
     _modules: Vec<Module>,
 }
 
 impl Kernels {
-    /// Compiles what `model` needs, several sources at a time.
-    pub(crate) fn new(device: &Arc<Device>, target: &Target, model: &Model, kv: KvType) -> Result<Kernels> {
+    /// Compiles what `model` needs, several sources at a time; experts perhaps without decoding.
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        target: &Target,
+        model: &Model,
+        (kv, decode_experts): (KvType, bool),
+    ) -> Result<Kernels> {
         let types = types(model);
         let mut sources = sources(target, &model.spec, kv);
-        let few_types = multiplied(model);
+        // One source serves all models where nothing can be compiled.
+        let few_types = if compile::present() { multiplied(model) } else { Type::all().collect() };
         sources.push(Source::few(target, &few_types));
         sources.extend(types.iter().map(|&ty| Source::weights(target, ty)));
         let of_experts = expert_types(model);
-        let fused: Vec<(Type, Source)> =
-            of_experts.into_iter().filter_map(|ty| Some((ty, Source::experts(target, ty)?))).collect();
+        let fused: Vec<(Type, Source)> = of_experts
+            .into_iter()
+            .filter_map(|ty| Some((ty, Source::experts(target, ty)?)))
+            .map(|(ty, source)| (ty, if decode_experts { source } else { source.without_decoding() }))
+            .collect();
         sources.extend(fused.iter().map(|(_, source)| source.clone()));
         let mut modules = load(device, &sources)?.into_iter();
         let mut next = || modules.next().expect("a module for each source");
@@ -93,9 +104,17 @@ impl Kernels {
         let mut experts = BTreeMap::new();
         for (ty, _) in fused {
             let module = next();
-            let (_, shared) = expert_stages(target, ty).expect("it has a source");
-            let (gated, down) = (find(&module, "gemm_experts_gated")?, find(&module, "gemm_experts_down")?);
-            experts.insert(ty, ExpertKernels { gated, down, shared });
+            let find = |name: &'static str, tiles: PairTiles| {
+                let (_, shared) = pair_buffers(target, ty, tiles).expect("it has a source");
+                Ok::<_, crate::Error>((module.function(name).map_err(failed(name))?, shared))
+            };
+            let kernels = |gated, down, tiles| {
+                let ((gated, shared), (down, _)) = (find(gated, tiles)?, find(down, tiles)?);
+                Ok::<_, crate::Error>(ExpertKernels { gated, down, shared, tiles })
+            };
+            let [low, high] = PAIR_TILES;
+            let low = kernels("experts_gated_low", "experts_down_low", low)?;
+            experts.insert(ty, [low, kernels("experts_gated_high", "experts_down_high", high)?]);
             of_types.push(module);
         }
         Ok(Kernels {
@@ -110,6 +129,7 @@ impl Kernels {
             group_starts: find(&rows, "group_starts")?,
             group_pairs: find(&rows, "group_pairs")?,
             group_tiles: find(&rows, "group_tiles")?,
+            shuffle_rows: find(&rows, "shuffle_rows")?,
             sum_pairs: find(&rows, "sum_pairs")?,
             delta_convolve: find(&delta, "delta_convolve")?,
             delta_window: find(&delta, "delta_window")?,
@@ -138,8 +158,9 @@ impl Kernels {
         &self.weights[&ty]
     }
 
-    /// Kernels that decode expert weights of type `ty` as they multiply, where there are any.
-    pub(crate) fn experts_of(&self, ty: Type) -> Option<ExpertKernels> {
+    /// Kernels that decode expert weights of type `ty` as they multiply, where there are any: for few pairs of an expert,
+    /// and for many.
+    pub(crate) fn experts_of(&self, ty: Type) -> Option<[ExpertKernels; 2]> {
         self.experts.get(&ty).copied()
     }
 }
@@ -162,9 +183,33 @@ pub fn sources(target: &Target, spec: &Spec, kv: KvType) -> Vec<Source> {
     vec![
         Source::gemm(target),
         Source::rows(target),
-        Source::delta(target, spec),
-        Source::attention(target, spec, kv),
+        Source::delta(target, spec.delta.head_dim),
+        Source::attention(target, spec.attention.head_dim, kv),
     ]
+}
+
+/// Every source that any model asks for on a GPU without a compiler: what is compiled for those who have none.
+pub fn package() -> Vec<Source> {
+    let all: Vec<Type> = Type::all().collect();
+    let of_target = |capability| {
+        let target = Target::packaged(capability);
+        let mut sources = vec![
+            Source::gemm(&target),
+            Source::rows(&target),
+            Source::fetch(&target),
+            Source::peaks(&target),
+        ];
+        sources.push(Source::few(&target, &all));
+        // The heads that are accepted.
+        sources.extend([32, 64, 96, 128].map(|dim| Source::delta(&target, dim)));
+        let kinds = [KvType::F16, KvType::F32];
+        let heads = [32, 64, 128, 256].into_iter().flat_map(|dim| kinds.map(|kv| (dim, kv)));
+        sources.extend(heads.map(|(dim, kv)| Source::attention(&target, dim, kv)));
+        sources.extend(all.iter().map(|&ty| Source::weights(&target, ty)));
+        sources.extend(all.iter().filter_map(|&ty| Source::experts(&target, ty)));
+        sources
+    };
+    [(9, 0), (8, 0)].into_iter().flat_map(of_target).collect()
 }
 
 /// Types of the model's matrices.
@@ -201,6 +246,9 @@ fn expert_types(model: &Model) -> Vec<Type> {
 
 /// Compiles sources side by side and loads them.
 pub(crate) fn load(device: &Arc<Device>, sources: &[Source]) -> Result<Vec<Module>> {
+    // Whoever starts at the same time on another GPU finds everything on disk.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let compiled: Vec<Result<Vec<u8>>> = std::thread::scope(|scope| {
         let threads: Vec<_> = sources.iter().map(|source| scope.spawn(|| compile::cached(source))).collect();
         threads.into_iter().map(|thread| thread.join().expect("compiling does not panic")).collect()

@@ -25,14 +25,19 @@ mod graph;
 mod head;
 mod kernels;
 mod linear;
+mod link;
 mod moe;
 mod open;
+mod pace;
+mod peaks;
+mod pipeline;
 mod place;
 mod plan;
 mod slots;
 mod sources;
 mod state;
 mod transfer;
+mod uploads;
 mod weights;
 
 use std::sync::Arc;
@@ -41,19 +46,23 @@ use cudarc::driver::DriverError;
 use model::{Capabilities, Limits, Model, ResidentWeights, Stage};
 
 pub use compile::compile;
+pub use driver::count;
 use driver::{Device, Event, Module, Pinned, failed};
 pub use error::{Error, Result};
 use fetch::Fetch;
 pub use fetch::{Fetching, PinnedExperts};
 use graph::Graphs;
-pub use kernels::sources;
 use kernels::{Kernels, WeightKernels};
+pub use kernels::{package, sources};
 use open::{Buffers, Open, Scratch};
+use pace::Pace;
+pub use pipeline::Pipeline;
 pub use plan::{Memory, free_memory};
 use slots::Arena;
 pub use sources::{Source, Target};
 use state::DeviceState;
 use transfer::GpuLanes;
+use uploads::Uploads;
 use weights::DeviceWeights;
 
 /// Choices.
@@ -68,11 +77,14 @@ pub struct Options {
     pub memory: Option<u64>,
     /// Whether passes of single rows are recorded and replayed as graphs; results are the same.
     pub graphs: bool,
+    /// Whether experts' weights are decoded in passes of many rows. If not, something else is multiplied: for measuring what
+    /// decoding costs. Where decoding is a kernel of its own, it stays.
+    pub decode_experts: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { device: 0, slots: None, memory: None, graphs: true }
+        Options { device: 0, slots: None, memory: None, graphs: true, decode_experts: true }
     }
 }
 
@@ -84,6 +96,9 @@ pub struct Cuda {
     passes: Vec<Option<Box<Open>>>,
     spare: Vec<Buffers>,
     scratch: Scratch,
+    pace: Pace,
+    /// Tables on their way to the GPU.
+    uploads: Uploads,
     /// Whether the time of every stage is taken.
     profiling: bool,
     spans: Vec<(Stage, Event, Event)>,
@@ -117,22 +132,34 @@ impl Cuda {
         limits: Limits,
         options: Options,
     ) -> Result<Cuda> {
+        Cuda::part_of(&model.clone(), model, weights, limits, options)
+    }
+
+    /// A backend for `model`, which is a part of `whole`; its kernels are those of the whole.
+    pub(crate) fn part_of(
+        whole: &Model,
+        model: Arc<Model>,
+        weights: &ResidentWeights,
+        limits: Limits,
+        options: Options,
+    ) -> Result<Cuda> {
         check(&model)?;
         let device = Device::open(options.device)?;
         let memory = Memory::new(&model, &limits);
         let needed = memory.rest() + options.slots.unwrap_or(memory.experts);
         let free = (device.free_memory()? as u64).min(options.memory.unwrap_or(u64::MAX));
         if needed > free {
-            return Err(Error::Memory { free: free as usize, needed: needed as usize });
+            let device = options.device;
+            return Err(Error::Memory { device, free: free as usize, needed: needed as usize });
         }
-        let target = Target::of(device.capability, device.shared);
-        let kernels = Kernels::new(&device, &target, &model, limits.kv)?;
+        let target = compile::target(device.capability, device.shared);
+        let kernels = Kernels::new(&device, &target, whole, (limits.kv, options.decode_experts))?;
         let weights = DeviceWeights::new(&device, &model, weights, options.slots.is_none())?;
         let state = DeviceState::new(&device, &model.spec, limits.kv, limits.positions);
         let capabilities = Capabilities {
             name: "cuda",
             variant: format!("{} {}", target.arch, device.name),
-            kernel_version: 2,
+            kernel_version: 3,
             block_rows: BLOCK_ROWS,
             smallest_chunk: 2,
         };
@@ -143,6 +170,8 @@ impl Cuda {
             passes: Vec::new(),
             spare: Vec::new(),
             scratch: Scratch::default(),
+            pace: Pace::default(),
+            uploads: Uploads::default(),
             profiling: false,
             spans: Vec::new(),
             graphs: Graphs::default(),
@@ -221,7 +250,7 @@ pub(crate) fn fail(stage: &'static str, layer: usize) -> impl Fn(DriverError) ->
 pub fn decode(ty: quant::Type, bytes: &[u8], len: usize) -> Result<Vec<f32>> {
     assert_eq!(ty.bytes(len), Some(bytes.len()), "whole blocks of {ty}");
     let device = Device::open(0)?;
-    let target = Target::of(device.capability, device.shared);
+    let target = compile::target(device.capability, device.shared);
     let modules: Vec<Module> = kernels::load(&device, &[Source::weights(&target, ty)])?;
     let kernels = WeightKernels::new(&modules[0])?;
     let run = || {

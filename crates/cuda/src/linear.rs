@@ -47,10 +47,6 @@ pub(crate) struct Gemm {
     pub(crate) a_stride: i32,
     pub(crate) out_stride: i32,
     pub(crate) used: i32,
-    pub(crate) blocks: [u64; 2],
-    pub(crate) strides: [i64; 2],
-    pub(crate) places: [u64; 2],
-    pub(crate) list: u64,
 }
 
 /// What becomes of the results.
@@ -111,11 +107,11 @@ impl Cuda {
     }
 
     /// Launches a grouped product, a block for each multiprocessor.
-    pub(crate) fn multiply_grouped(
+    pub(crate) fn multiply_grouped<P: Copy>(
         &self,
         kernel: &Function,
         (threads, shared): (usize, usize),
-        p: Gemm,
+        p: P,
     ) -> Done {
         self.device.launch(kernel, (self.device.processors as usize, 1, 1), threads, shared, &p)
     }
@@ -172,9 +168,5 @@ pub(crate) fn dense(
         a_stride: k as i32,
         out_stride: stride as i32,
         used: 1,
-        blocks: [0; 2],
-        strides: [0; 2],
-        places: [0; 2],
-        list: 0,
     }
 }

@@ -9,10 +9,10 @@ use quant::Type;
 use crate::Cuda;
 use crate::driver::Device;
 use crate::few::{
-    FewExperts, FewMatrix, Input, Output, SLACK, THREADS, TILE, UP_THREADS, UP_WARPS, WARPS, row_of_x,
+    FEW, FewExperts, FewMatrix, Input, Output, SLACK, THREADS, TILE, UP_THREADS, UP_WARPS, row_of_x,
 };
 use crate::head::Norm;
-use crate::kernels::Kernels;
+use crate::kernels::{ExpertKernels, Kernels};
 use crate::linear::{Gemm, Rows, Then, dense};
 use crate::open::Open;
 use crate::sources::{few_window, gemm_stages, table_bytes};
@@ -75,6 +75,32 @@ struct DecodeExperts {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
+struct Shuffle {
+    from: u64,
+    to: u64,
+    fours: i32,
+}
+
+/// Parameters of the products of pairs with blocks of experts.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Pairs {
+    x: u64,
+    out: u64,
+    weights: u64,
+    pairs: u64,
+    tiles: u64,
+    count: u64,
+    blocks: [u64; 2],
+    strides: [i64; 2],
+    places: [u64; 2],
+    n: i32,
+    k: i32,
+    used: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
 struct Sum {
     mask: Mask,
     pairs: u64,
@@ -104,8 +130,11 @@ struct ExpertsUp {
     experts: i32,
     used: i32,
     logits_stride: i32,
+    count: i32,
+    buffers: i32,
     room_at: i32,
     table_at: [i32; 2],
+    keys_at: i32,
     tiles_at: i32,
 }
 
@@ -129,9 +158,12 @@ struct ExpertsDown {
     used: i32,
     shared_cols: i32,
     inner_stride: i32,
+    count: i32,
     first: i32,
     last: i32,
     abreast: i32,
+    buffers: i32,
+    by: i32,
     room_at: i32,
     table_at: [i32; 2],
     tiles_at: i32,
@@ -140,8 +172,21 @@ struct ExpertsDown {
 /// Shared memory of experts that are multiplied at a time, with few rows.
 const ABREAST_BYTES: usize = 64 << 10;
 
-/// Rows of a tile of the products of many rows.
+/// Blocks of `experts_up` that a multiprocessor has registers for.
+const UP_BLOCKS: usize = 3;
+
+/// Shared memory of a block of `experts_up` and of `experts_down` beside what is asked for: their own, and the system's.
+const UP_STATIC: usize = 3 * 8 * 32 * 4 + 1024;
+const DOWN_STATIC: usize = 8 * 32 * 16 + 1024;
+
+/// Rows of a tile of the products of experts that are decoded before.
 const TILE_ROWS: usize = 256;
+
+/// Up to so many pairs of an expert, on the average, are few.
+const FEW_PAIRS: usize = 48;
+
+/// Rows of so many numbers, or multiples, are shuffled for products with blocks.
+const SHUFFLED: usize = 256;
 
 /// Decoded experts take at most this many bytes at a time.
 const MOST_DECODED: usize = 1 << 30;
@@ -309,7 +354,15 @@ impl Cuda {
         let tile = |ty: Type, cols: usize| TILE * few_window(ty.bytes(cols).expect("whole blocks"));
 
         let room_at = row_of_x(hidden);
-        let (table_at, tiles_at) = tables(gate.ty, up.ty, room_at + 4 * UP_WARPS * TILE);
+        let (table_at, keys_at) = tables(gate.ty, up.ty, room_at + 4 * UP_WARPS * TILE);
+        let items = width.div_ceil(TILE) * used * rows;
+        let tiles_at = keys_at + 4 * UP_WARPS.min(rows) * spec.moe.experts;
+        let of_tile = tile(gate.ty, hidden) + tile(up.ty, hidden);
+        let needed = |buffers: usize| tiles_at + buffers * of_tile + SLACK;
+        // As many blocks as a multiprocessor holds of those that run ahead by a tile; one buffer where each has one tile.
+        let fitting = |buffers: usize| (device.shared / (needed(buffers) + UP_STATIC)).min(UP_BLOCKS);
+        let ahead = if items > UP_BLOCKS * device.processors as usize && fitting(2) > 0 { 2 } else { 1 };
+        let blocks = items.min(fitting(ahead).max(1) * device.processors as usize);
         let p = ExpertsUp {
             mask,
             gate: self.few_experts(gate),
@@ -325,20 +378,27 @@ impl Cuda {
             experts: spec.moe.experts as i32,
             used: used as i32,
             logits_stride: columns.stride as i32,
+            count: rows as i32,
+            buffers: ahead as i32,
             room_at: room_at as i32,
             table_at,
+            keys_at: keys_at as i32,
             tiles_at: tiles_at as i32,
         };
-        let shared_bytes = tiles_at + tile(gate.ty, hidden) + tile(up.ty, hidden) + SLACK;
-        let grid = (width.div_ceil(TILE), used, rows);
-        device.launch(&self.kernels.experts_up, grid, UP_THREADS, shared_bytes, &p)?;
+        device.launch(&self.kernels.experts_up, (blocks, 1, 1), UP_THREADS, needed(ahead), &p)?;
 
         let steps = width.div_ceil(128);
         let of_one = tile(down.ty, width) + row_of_x(width) + 4 * steps * TILE;
         let abreast = (ABREAST_BYTES / of_one).clamp(1, used);
         let room_at = abreast * row_of_x(width) + row_of_x(shared.cols);
-        let room = 4 * TILE * (abreast * steps).max(WARPS);
+        let room = 4 * TILE * (abreast * steps + shared.cols.div_ceil(128));
         let (table_at, tiles_at) = tables(down.ty, shared.ty, room_at + room);
+        let of_part = abreast * tile(down.ty, width);
+        let shared_bytes =
+            |buffers: usize| tiles_at + tile(shared.ty, shared.cols) + buffers * of_part + SLACK;
+        let parts = rows.min(FEW) * used.div_ceil(abreast);
+        let ahead = if parts > 1 && shared_bytes(2) + DOWN_STATIC <= device.shared { 2 } else { 1 };
+        let words = few_window(down.ty.bytes(width).expect("whole blocks")) / 16;
         let p = ExpertsDown {
             mask,
             down: self.few_experts(down),
@@ -357,17 +417,19 @@ impl Cuda {
             used: used as i32,
             shared_cols: shared.cols as i32,
             inner_stride: columns.stride as i32,
+            count: rows as i32,
             first: i32::from(!open.summed),
             last: i32::from(last),
             abreast: abreast as i32,
+            buffers: ahead as i32,
+            by: words.next_power_of_two().min(32) as i32,
             room_at: room_at as i32,
             table_at,
             tiles_at: tiles_at as i32,
         };
         open.summed = true;
-        let tiles = abreast * tile(down.ty, width) + tile(shared.ty, shared.cols);
-        let shared_bytes = tiles_at + tiles + SLACK;
-        device.launch(&self.kernels.experts_down, (hidden.div_ceil(TILE), rows, 1), THREADS, shared_bytes, &p)
+        let grid = (hidden.div_ceil(TILE), rows.div_ceil(FEW), 1);
+        device.launch(&self.kernels.experts_down, grid, THREADS, shared_bytes(ahead), &p)
     }
 
     fn experts_grouped(
@@ -383,11 +445,14 @@ impl Cuda {
         self.scratch.inner.take(&device, 2 * pairs * width)?;
         self.scratch.pairs.take(&device, 2 * pairs * hidden)?;
         self.group(open, pairs)?;
-        // Only what is decoded before the product takes room.
-        let fused = triplet.iter().all(|matrix| self.kernels.experts_of(matrix.ty).is_some());
-        let most = if fused { 1024 } else { (MOST_DECODED / pair_bytes(&spec.spec, width)).clamp(1, 1024) };
-        for part in list.chunks(most) {
-            self.experts_decoded(open, triplet, part)?;
+        match self.pair_kernels(triplet, pairs) {
+            Some(kernels) => self.experts_fused(open, triplet, kernels, list)?,
+            None => {
+                let most = (MOST_DECODED / pair_bytes(&spec.spec, width)).clamp(1, 1024);
+                for part in list.chunks(most) {
+                    self.experts_decoded(open, triplet, part)?;
+                }
+            }
         }
         let buffers = &open.buffers;
         let p = Sum {
@@ -401,7 +466,7 @@ impl Cuda {
             used: used as i32,
             last: i32::from(last),
         };
-        device.launch(&self.kernels.sum_pairs, (rows, (hidden / 2).div_ceil(256), 1), 256, 0, &p)
+        device.launch(&self.kernels.sum_pairs, (rows, (hidden / 8).div_ceil(256), 1), 256, 0, &p)
     }
 
     /// Sorts the pass's pairs by expert, once for all waves of a layer.
@@ -426,62 +491,99 @@ impl Cuda {
         Ok(())
     }
 
-    /// Outputs of the pairs of some experts: gate and up, then down; decoded as they are multiplied, or else before.
-    fn experts_decoded(&mut self, open: &Open, [gate, up, down]: Triplet, list: &[u32]) -> Done {
-        let (spec, device, listed) = (self.model.clone(), self.device.clone(), list.len());
-        let (used, hidden, width) = (spec.spec.moe.used, spec.spec.hidden, gate.rows);
-        let (buffers, pairs) = (&open.buffers, open.pass.rows() * used);
+    /// Kernels for gate and up, and for down, that decode as they multiply, if there are any for a layer's matrices.
+    fn pair_kernels(&self, [gate, up, down]: Triplet, pairs: usize) -> Option<[ExpertKernels; 2]> {
+        let whole = gate.cols.is_multiple_of(SHUFFLED) && gate.rows.is_multiple_of(SHUFFLED);
+        let few = pairs <= FEW_PAIRS * self.model.spec.moe.experts;
+        let of = |ty: Type| Some(self.kernels.experts_of(ty)?[usize::from(!few)]);
+        if whole && gate.ty == up.ty { Some([of(gate.ty)?, of(down.ty)?]) } else { None }
+    }
+
+    /// Lists experts and the tiles of their pairs on the GPU.
+    fn list_tiles(&mut self, open: &Open, list: &[u32], tile_rows: usize) -> Result<Tiles, DriverError> {
+        let (spec, device) = (self.model.clone(), self.device.clone());
+        let (spec, pairs) = (&spec.spec, open.pass.rows() * self.model.spec.moe.used);
         let at = self.scratch.list.take(&device, 4 * 1024)?;
         device.upload(list, at)?;
-        let most = pairs / TILE_ROWS + spec.spec.moe.experts + 1;
+        let most = pairs / tile_rows + spec.moe.experts + 1;
         let count = self.scratch.tiles.take(&device, 16 * (most + 1))?;
-        let [counts, starts, _] = counts(open, spec.spec.moe.experts);
+        let [counts, starts, _] = counts(open, spec.moe.experts);
         let tiles = Tiles {
             counts,
             starts,
             list: at,
             tiles: count + 16,
             count,
-            listed: listed as i32,
-            tile_rows: TILE_ROWS as i32,
+            listed: list.len() as i32,
+            tile_rows: tile_rows as i32,
         };
         device.launch(&self.kernels.group_tiles, (1, 1, 1), 1024, 0, &tiles)?;
+        Ok(tiles)
+    }
 
+    /// Outputs of the pairs of some experts, decoded as they are multiplied.
+    fn experts_fused(
+        &mut self,
+        open: &Open,
+        [gate, up, down]: Triplet,
+        [gated_by, down_by]: [ExpertKernels; 2],
+        list: &[u32],
+    ) -> Done {
+        let (device, buffers, rows) = (self.device.clone(), &open.buffers, open.pass.rows());
+        let (hidden, width) = (gate.cols, gate.rows);
+        let tiles = self.list_tiles(open, list, gated_by.tiles.pairs)?;
+        let x = self.scratch.shuffled.take(&device, 2 * rows * hidden)?;
+        let fours = rows * hidden / 8;
+        let shuffle = Shuffle { from: buffers.rounded.at(), to: x, fours: fours as i32 };
+        device.launch(&self.kernels.shuffle_rows, (fours.div_ceil(256), 1, 1), 256, 0, &shuffle)?;
+        let into = Pairs {
+            x,
+            out: self.scratch.inner.at(),
+            weights: buffers.weights.at(),
+            pairs: buffers.sorted.at(),
+            tiles: tiles.tiles,
+            count: tiles.count,
+            blocks: [gate.at, up.at],
+            strides: [gate.stride as i64, up.stride as i64],
+            places: [gate.places, up.places],
+            n: width as i32,
+            k: hidden as i32,
+            used: self.model.spec.moe.used as i32,
+        };
+        let out = Pairs {
+            x: into.out,
+            out: self.scratch.pairs.at(),
+            blocks: [down.at; 2],
+            strides: [down.stride as i64; 2],
+            places: [down.places; 2],
+            n: hidden as i32,
+            k: width as i32,
+            ..into
+        };
+        self.multiply_grouped(&gated_by.gated, (gated_by.tiles.threads, gated_by.shared), into)?;
+        self.multiply_grouped(&down_by.down, (down_by.tiles.threads, down_by.shared), out)
+    }
+
+    /// Outputs of the pairs of some experts: gate and up, then down, decoded before they are multiplied.
+    fn experts_decoded(&mut self, open: &Open, [gate, up, down]: Triplet, list: &[u32]) -> Done {
+        let (used, hidden, width) = (self.model.spec.moe.used, self.model.spec.hidden, gate.rows);
+        let tiles = self.list_tiles(open, list, TILE_ROWS)?;
+        let buffers = &open.buffers;
         let grouped = |p: Gemm| Gemm {
             pairs: buffers.sorted.at(),
             tiles: tiles.tiles,
-            count,
+            count: tiles.count,
             used: used as i32,
-            list: at,
             ..p
         };
         let (inner, to) = (self.scratch.inner.at(), self.scratch.pairs.at());
         let into = grouped(dense((buffers.rounded.at(), 0), 0, (inner, width), (width, hidden), 0));
         let out = grouped(dense((inner, 0), 0, (to, hidden), (hidden, width), buffers.weights.at()));
-        let (listed, plain) = ((at, listed), (384, gemm_stages(&self.target).1));
-        match self.kernels.experts_of(gate.ty).filter(|_| gate.ty == up.ty) {
-            Some(kernels) => {
-                let strides = [gate.stride as i64, up.stride as i64];
-                let places = [gate.places, up.places];
-                let p = Gemm { blocks: [gate.at, up.at], strides, places, ..into };
-                self.multiply_grouped(&kernels.gated, (512, kernels.shared), p)?;
-            }
-            None => {
-                let (b, matrix) = self.decode_experts(&[gate, up], listed)?;
-                self.multiply_grouped(&self.kernels.gemm_experts_gated, plain, Gemm { b, matrix, ..into })?;
-            }
-        }
-        match self.kernels.experts_of(down.ty) {
-            Some(kernels) => {
-                let (blocks, strides) = ([down.at; 2], [down.stride as i64; 2]);
-                let p = Gemm { blocks, strides, places: [down.places; 2], ..out };
-                self.multiply_grouped(&kernels.down, (512, kernels.shared), p)
-            }
-            None => {
-                let (b, matrix) = self.decode_experts(&[down], listed)?;
-                self.multiply_grouped(&self.kernels.gemm_experts_down, plain, Gemm { b, matrix, ..out })
-            }
-        }
+        let (listed, launch) = ((tiles.list, list.len()), (384, gemm_stages(&self.target).1));
+        let (b, matrix) = self.decode_experts(&[gate, up], listed)?;
+        self.multiply_grouped(&self.kernels.gemm_experts_gated, launch, Gemm { b, matrix, ..into })?;
+        let (b, matrix) = self.decode_experts(&[down], listed)?;
+        self.multiply_grouped(&self.kernels.gemm_experts_down, launch, Gemm { b, matrix, ..out })
     }
 
     /// Matrices of listed experts as bf16, those of an expert one after the other. Returns where, and the numbers

@@ -11,6 +11,7 @@ use crate::BLOCK_ROWS;
 use crate::driver::{Device, Room};
 use crate::graph::Call;
 use crate::state::DeviceState;
+use crate::uploads::Uploads;
 
 /// A pass between begin and commit.
 pub(crate) struct Open {
@@ -99,7 +100,8 @@ pub(crate) struct Scratch {
     /// Router: activations as sums of two bf16, and logits.
     pub(crate) split: Room,
     pub(crate) logits: Room,
-    /// Inner rows of experts.
+    /// Rows in the order in which experts multiply them, inner rows of experts.
+    pub(crate) shuffled: Room,
     pub(crate) inner: Room,
     /// Outputs of pairs.
     pub(crate) pairs: Room,
@@ -142,7 +144,7 @@ pub(crate) fn bytes(spec: &Spec, rows: usize) -> usize {
     let block = rows.min(BLOCK_ROWS);
     let columns = delta_columns(spec).max(attention_columns(spec));
     let width = spec.moe.widths.iter().copied().max().unwrap_or(0);
-    let per_row = spec.hidden * (3 * 4 + 2) + spec.moe.used * (16 + 2 * width + 2 * spec.hidden);
+    let per_row = spec.hidden * (3 * 4 + 2 + 2) + spec.moe.used * (16 + 2 * width + 2 * spec.hidden);
     let per_block_row =
         columns * 4 + 6 * spec.hidden + spec.delta.channels() * 2 + spec.delta.value_dim() * 14;
     rows * per_row + block * per_block_row + crate::moe::decoded_bytes(spec)
@@ -152,7 +154,7 @@ impl Buffers {
     /// Makes room for `pass` and uploads its tables.
     pub(crate) fn prepare(
         &mut self,
-        device: &Arc<Device>,
+        (device, uploads): (&Arc<Device>, &mut Uploads),
         (spec, state): (&Spec, &DeviceState),
         pass: &Pass,
         open: &OpenPass,
@@ -187,7 +189,7 @@ impl Buffers {
             .zip(&run_pages)
             .flat_map(|(run, pages)| run.rows.clone().map(move |_| at + pages));
         tables.set_u64(row_pages, rows);
-        device.upload(&tables.bytes, at)?;
+        uploads.put(device, &tables.bytes, at)?;
         Ok(Tables {
             tokens: at,
             positions: at + positions,

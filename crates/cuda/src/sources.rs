@@ -1,21 +1,38 @@
 //! The text of the kernels, and what it is compiled with.
 
 use std::fmt::Write;
+use std::hash::{DefaultHasher, Hash, Hasher};
 
-use model::{DeltaSpec, KvType, Spec};
+use model::{DeltaSpec, KvType};
 use quant::{Type, codebook};
 
 const COMMON: &str = include_str!("../kernels/common.cuh");
 const TYPES: &str = include_str!("../kernels/types.cuh");
 const RUNS: &str = include_str!("../kernels/runs.cuh");
 const WEIGHTS: &str = include_str!("../kernels/weights.cu");
+const PIPELINE: &str = include_str!("../kernels/pipeline.cuh");
 const GEMM: &str = include_str!("../kernels/gemm.cu");
+const EXPERTS: &str = include_str!("../kernels/experts.cu");
 const FEW: &str = include_str!("../kernels/few.cu");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
 const ATTENTION: &str = include_str!("../kernels/attention.cu");
+const PEAKS: &str = include_str!("../kernels/peaks.cu");
 const FETCH: &str = include_str!("../kernels/fetch.cu");
+
+/// Behind [`RUNS`]: what looks like decoding and costs nothing. The numbers depend on something the compiler does not know.
+const CONSTANT: &str = "
+template <class T> struct Constant {
+    static const int TABLE = Run<T>::TABLE;
+    DEVICE void fill_table(u32 *table) { Run<T>::fill_table(table); }
+    DEVICE void decode(const u8 *, u32 run, const u32 *, u32 out[16]) {
+#pragma unroll
+        for (int i = 0; i < 16; i++) out[i] = 0x3f803f80u ^ run << i;
+    }
+};
+#define Run Constant
+";
 
 /// What kernels are compiled for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,6 +48,12 @@ impl Target {
     pub fn of((major, minor): (i32, i32), shared: usize) -> Target {
         let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
         Target { arch: format!("sm_{major}{minor}{suffix}"), shared }
+    }
+
+    /// What kernels that come with the program are compiled for, to be used on a GPU of this compute capability: Hopper, or
+    /// all others, whose driver compiles them further.
+    pub fn packaged(capability: (i32, i32)) -> Target {
+        Target::named(if capability == (9, 0) { "sm_90a" } else { "compute_80" })
     }
 
     /// A target by name, with the shared memory such a GPU has.
@@ -67,13 +90,6 @@ pub(crate) fn gemm_stages(target: &Target) -> (usize, usize) {
     (stages, stages * (STAGE_BYTES + BARRIER_BYTES))
 }
 
-/// Bytes of shared memory for blocks of `ty` on their way to be decoded: two spans of 256 weights of 128 rows, windows
-/// around them.
-fn span_bytes(ty: Type) -> usize {
-    let span = ty.bytes(256).expect("256 weights are whole blocks of every type");
-    2 * 128 * few_window(span)
-}
-
 /// Bytes of the table of decoded codebook rows that decoding `ty` keeps in shared memory (`Run::TABLE` of the kernels).
 pub(crate) fn table_bytes(ty: Type) -> usize {
     match ty {
@@ -88,19 +104,53 @@ pub(crate) fn table_bytes(ty: Type) -> usize {
     }
 }
 
+/// Copies of that table for the products of pairs of experts, so that lanes read from different banks: as many as lanes read
+/// at a time, or fit.
+fn copies(ty: Type) -> usize {
+    let lanes = match ty {
+        Type::IQ1_S | Type::IQ1_M | Type::IQ2_XXS | Type::IQ2_XS | Type::IQ2_S => 8,
+        Type::IQ3_XXS | Type::IQ3_S => 16,
+        _ => 32,
+    };
+    (COPIES_BYTES / table_bytes(ty).max(1)).clamp(1, lanes)
+}
+
+/// Most bytes of all copies of a table.
+const COPIES_BYTES: usize = 32 << 10;
+
 /// Bytes of shared memory of `bytes` bytes of a row (`window` and `WINDOW` of the kernels): whole words of 16, an odd number
 /// of them.
 pub(crate) fn few_window(bytes: usize) -> usize {
     (((bytes + 30) / 16) | 1) * 16
 }
 
-/// Stages of the products of many rows with blocks of `ty`, and their shared memory in all. `None` for plain numbers,
+/// Tiles of the products of pairs of experts (`Low` and `High` of the kernels).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PairTiles {
+    /// Pairs of a tile.
+    pub(crate) pairs: usize,
+    /// Threads of a block.
+    pub(crate) threads: usize,
+    rows: usize,
+    x_stages: usize,
+}
+
+/// For few pairs of an expert, and for many.
+pub(crate) const PAIR_TILES: [PairTiles; 2] = [
+    PairTiles { pairs: 64, threads: 640, rows: 256, x_stages: 4 },
+    PairTiles { pairs: 192, threads: 512, rows: 128, x_stages: 3 },
+];
+
+/// Buffers of blocks of `ty` for the products of pairs of experts, and their shared memory in all. `None` for plain numbers,
 /// and for GPUs that cannot hand registers from one warp to another or lack the shared memory.
-pub(crate) fn expert_stages(target: &Target, ty: Type) -> Option<(usize, usize)> {
-    let spans = span_bytes(ty) + table_bytes(ty);
-    let stages = (target.shared.checked_sub(spans)? / (STAGE_BYTES + BARRIER_BYTES)).min(4);
-    let possible = target.arch == "sm_90a" && stages >= 2 && ty.block_len() > 1;
-    possible.then_some((stages, stages * (STAGE_BYTES + BARRIER_BYTES) + spans))
+pub(crate) fn pair_buffers(target: &Target, ty: Type, tiles: PairTiles) -> Option<(usize, usize)> {
+    let span = ty.bytes(256).expect("256 weights are whole blocks of every type");
+    let x = tiles.x_stages * tiles.pairs * 128 * 2;
+    let fixed = x + copies(ty) * table_bytes(ty) + 2 * 4 * tiles.pairs + BARRIER_BYTES * tiles.x_stages;
+    let each = tiles.rows * few_window(span) + BARRIER_BYTES;
+    let buffers = (target.shared.checked_sub(fixed)? / each).min(3);
+    let possible = target.arch == "sm_90a" && buffers >= 2 && ty.block_len() > 1;
+    possible.then_some((buffers, fixed + buffers * each))
 }
 
 /// Bytes of shared memory of the scan over cells with `stages` stages, for heads of `dim`.
@@ -116,6 +166,21 @@ pub(crate) fn scan_stages(target: &Target, dim: usize) -> usize {
 }
 
 impl Source {
+    /// A file name that holds all that its code depends on, except for the compiler's version: an older result is as good.
+    pub fn file_name(&self) -> String {
+        let mut hasher = DefaultHasher::new();
+        (&self.text, &self.options).hash(&mut hasher);
+        let (name, ending) =
+            (self.name.replace(' ', "-").to_lowercase(), if self.is_portable() { "ptx" } else { "cubin" });
+        // The longest are lists of types.
+        format!("{:.60}-{:016x}.{ending}", name, hasher.finish())
+    }
+
+    /// Whether it is compiled for more than one architecture.
+    pub(crate) fn is_portable(&self) -> bool {
+        self.options.iter().any(|option| option.starts_with("--gpu-architecture=compute_"))
+    }
+
     fn new(target: &Target, name: String, parts: &[&str], defines: &[String]) -> Source {
         let mut options = vec![
             format!("--gpu-architecture={}", target.arch),
@@ -132,16 +197,22 @@ impl Source {
         Source::new(
             target,
             "gemm".to_string(),
-            &[COMMON, GEMM],
+            &[COMMON, PIPELINE, GEMM],
             &[format!("STAGES={}", gemm_stages(target).0)],
         )
     }
 
     /// Products of the pairs of experts whose weights are blocks of `ty`, if this GPU has the shared memory for them.
     pub fn experts(target: &Target, ty: Type) -> Option<Source> {
-        let (stages, _) = expert_stages(target, ty)?;
-        let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, GEMM];
-        let defines = [format!("TYPE={ty}"), format!("STAGES={stages}")];
+        let [low, high] = PAIR_TILES.map(|tiles| pair_buffers(target, ty, tiles));
+        let (low, high) = (low?.0, high?.0);
+        let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, PIPELINE, EXPERTS];
+        let defines = [
+            format!("TYPE={ty}"),
+            format!("SPANS_LOW={low}"),
+            format!("SPANS_HIGH={high}"),
+            format!("COPIES={}", copies(ty)),
+        ];
         Some(Source::new(target, format!("experts {ty}"), &parts, &defines))
     }
 
@@ -155,7 +226,22 @@ impl Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
         let parts = [COMMON, &codebooks(types), TYPES, RUNS, ROUTE, FEW];
         let name = format!("few {}", names.join(" "));
-        Source::new(target, name, &parts, &[format!("TYPES={}", names.join(","))])
+        Source::new(target, name, &parts, &[format!("TYPES={}", names.join(",")), "COPIES=1".to_string()])
+    }
+
+    /// What the GPU can do at most.
+    pub fn peaks(target: &Target) -> Source {
+        Source::new(target, "peaks".to_string(), &[COMMON, PEAKS], &[])
+    }
+
+    /// The same kernels, which multiply with something else instead of decoding: the last of the parts decode with `Run`.
+    pub(crate) fn without_decoding(self) -> Source {
+        let constant = format!("{RUNS}{CONSTANT}");
+        Source {
+            name: format!("{} undecoded", self.name),
+            text: self.text.replacen(RUNS, &constant, 1),
+            ..self
+        }
     }
 
     /// Experts the GPU fetches by itself.
@@ -163,9 +249,8 @@ impl Source {
         Source::new(target, "fetch".to_string(), &[COMMON, FETCH], &[])
     }
 
-    /// The DeltaNet mixer.
-    pub fn delta(target: &Target, spec: &Spec) -> Source {
-        let dim = spec.delta.head_dim;
+    /// The DeltaNet mixer, for heads of `dim`.
+    pub fn delta(target: &Target, dim: usize) -> Source {
         let defines = [
             format!("DIM={dim}"),
             format!("L2_EPS={:e}f", DeltaSpec::L2_EPS),
@@ -174,10 +259,10 @@ impl Source {
         Source::new(target, "delta".to_string(), &[COMMON, DELTA], &defines)
     }
 
-    /// The attention mixer.
-    pub fn attention(target: &Target, spec: &Spec, kv: KvType) -> Source {
+    /// The attention mixer, for heads of `dim`.
+    pub fn attention(target: &Target, dim: usize, kv: KvType) -> Source {
         let single = i32::from(kv == KvType::F32);
-        let defines = [format!("DIM={}", spec.attention.head_dim), format!("KV_F32={single}")];
+        let defines = [format!("DIM={dim}"), format!("KV_F32={single}")];
         Source::new(target, "attention".to_string(), &[COMMON, ATTENTION], &defines)
     }
 

@@ -13,7 +13,7 @@ use crate::fail;
 /// Books and memory of all sequences.
 pub(crate) struct DeviceState {
     device: Arc<Device>,
-    shape: SnapshotShape,
+    pub(crate) shape: SnapshotShape,
     pub(crate) table: SequenceTable,
     /// [attention layer][key, value][kv head][PAGE][head_dim] each.
     pages: Vec<Option<Buffer>>,

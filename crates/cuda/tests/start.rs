@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use model::{KvType, Limits};
 use quant::Type;
-use redlite_cuda::{Cuda, Error, Options, Source, Target, sources};
+use redlite_cuda::{Cuda, Error, Options, Source, Target, package, sources};
 use testkit::{TinyModel, TinyOptions};
 
 const LIMITS: Limits = Limits { pass_rows: 64, positions: 256, kv: KvType::F16 };
@@ -49,4 +49,28 @@ fn kernels_are_written_for_the_gpu_and_the_model_at_hand() {
     assert!(Source::experts(&Target::named("sm_89"), Type::IQ2_XXS).is_none());
     let text = Source::weights(&large, Type::IQ2_XXS).text;
     assert!(text.contains("IQ2_XXS_GRID[256] = {") && text.contains("IQ1_GRID[1] = {"));
+}
+
+#[test]
+fn what_is_packaged_serves_every_gpu_without_a_compiler() {
+    let names: Vec<String> = package().iter().map(Source::file_name).collect();
+    let has = |source: &Source| names.contains(&source.file_name());
+    for capability in [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)] {
+        let target = Target::packaged(capability);
+        for head in [32, 128] {
+            let tiny = TinyModel::new(TinyOptions { hidden: 256, head, ..TinyOptions::default() });
+            for kv in [KvType::F16, KvType::F32] {
+                let missing = sources(&target, &tiny.model.spec, kv).into_iter().find(|source| !has(source));
+                assert!(missing.is_none(), "{capability:?}: {}", missing.unwrap().name);
+            }
+        }
+        let all: Vec<Type> = Type::all().collect();
+        assert!(has(&Source::few(&target, &all)) && has(&Source::fetch(&target)));
+        assert!(all.iter().all(|&ty| has(&Source::weights(&target, ty))));
+        assert!(all.iter().all(|&ty| Source::experts(&target, ty).is_none_or(|source| has(&source))));
+    }
+    let (hopper, others) = (Target::packaged((9, 0)), Target::packaged((12, 0)));
+    assert!(Source::gemm(&hopper).file_name().ends_with(".cubin"));
+    assert!(Source::gemm(&others).file_name().ends_with(".ptx"), "the driver compiles it further");
+    assert_eq!(names.len(), names.iter().collect::<std::collections::HashSet<_>>().len());
 }

@@ -278,7 +278,7 @@ impl Ingestion {
         Ok(())
     }
 
-    /// Waits for the chunk and hands out the logits that were wanted.
+    /// Waits for the chunk, or for one before it if nothing is wanted of this one, and hands out the logits that were wanted.
     fn collect(
         &mut self,
         engine: &mut Engine,
@@ -288,7 +288,7 @@ impl Ingestion {
     ) -> Result<()> {
         let wanted = self.wanted(&chunk.tokens, request);
         if wanted.is_empty() {
-            return Ok(engine.backend.sync()?);
+            return Ok(engine.backend.keep_pace()?);
         }
         let logits = engine.backend.logits(chunk.driver.pass())?;
         for (row, token) in wanted.enumerate() {

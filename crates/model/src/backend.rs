@@ -232,6 +232,13 @@ pub trait Backend: Send {
     /// Waits for everything enqueued. An error of an earlier call may surface here.
     fn sync(&mut self) -> Result<()>;
 
+    /// Waits, between the chunks of a prompt, until the backend has little enough before it: for everything, unless it
+    /// says otherwise. A backend whose parts work on different chunks at the same time needs some ahead. An error of an
+    /// earlier call may surface here.
+    fn keep_pace(&mut self) -> Result<()> {
+        self.sync()
+    }
+
     /// Calls the method of `stage`; `experts` needs a wave and is not among them.
     ///
     /// # Panics

@@ -177,6 +177,8 @@ pub struct Peaks {
     pub plain: Peak,
     /// Bytes read from memory a second.
     pub bytes: f64,
+    /// Bytes a second from the host's pinned memory to the device's, if those are two.
+    pub link: Option<f64>,
 }
 
 /// The highest rate of one kind of operations.
@@ -200,6 +202,19 @@ pub enum Bound {
 }
 
 impl Peaks {
+    /// Those of so many devices of this kind.
+    pub fn times(&self, devices: usize) -> Peaks {
+        let times = |rate: f64| rate * devices as f64;
+        let of = |peak: Peak| Peak { rate: times(peak.rate), ..peak };
+        Peaks {
+            workers: self.workers * devices,
+            quantised: of(self.quantised),
+            plain: of(self.plain),
+            bytes: times(self.bytes),
+            link: self.link.map(times),
+        }
+    }
+
     /// The shortest time in which `cost` can be paid, in seconds, and what decides it: computing and reading
     /// overlap, operations of both kinds follow one another.
     pub fn least_seconds(&self, cost: &Cost) -> (f64, Bound) {

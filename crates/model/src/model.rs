@@ -1,8 +1,10 @@
 //! A model file, its tensors found and checked.
 
 mod find;
+mod part;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use gguf::{Gguf, TensorInfo, TensorType};
 
@@ -18,8 +20,8 @@ pub type ResidentWeights = Weights<ResidentMatrix, Vec<f32>>;
 /// A model: its file, shape, and the places of its weights. Nothing has been read but the header.
 #[derive(Debug)]
 pub struct Model {
-    /// The file.
-    pub gguf: Gguf,
+    /// The file, shared by the parts of a model.
+    pub gguf: Arc<Gguf>,
     /// The shape.
     pub spec: Spec,
     /// Token embedding [vocab, hidden]; rows are decoded from the mapping as tokens ask for them.

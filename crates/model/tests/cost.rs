@@ -138,7 +138,13 @@ fn stages_of_the_80b() {
 #[test]
 fn the_bound_is_whatever_takes_longest() {
     let peak = |unit, rate| Peak { unit, rate };
-    let peaks = Peaks { workers: 2, quantised: peak("int8", 100.0), plain: peak("f32", 10.0), bytes: 5.0 };
+    let peaks = Peaks {
+        workers: 2,
+        quantised: peak("int8", 100.0),
+        plain: peak("f32", 10.0),
+        bytes: 5.0,
+        link: None,
+    };
     let least = |quantised, plain, bytes| peaks.least_seconds(&Cost { quantised, plain, bytes });
     assert_eq!(least(400, 10, 10), (5.0, Bound::Quantised));
     assert_eq!(least(100, 40, 10), (5.0, Bound::Plain));

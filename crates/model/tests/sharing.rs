@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use model::state::PAGE;
 use model::state::host::{HostState, Side};
+use model::state::{PAGE, SnapshotShape};
 use model::{KvType, Pass, SequenceId, Snapshot, SnapshotRequest, Spec};
 use testkit::{TinyModel, TinyOptions};
 
@@ -149,4 +149,46 @@ fn memory_that_nobody_uses_is_given_back_when_the_other_kind_grows() {
     assert!(host.bytes() <= 70 * page + 60 * slot, "{} bytes", host.bytes());
     // What lives is never touched.
     assert!(short.iter().all(|&id| host.snapshot(id).unwrap().recurrent.last() == Some(&3.0)));
+}
+
+#[test]
+fn states_of_parts_are_the_state_of_the_whole() {
+    let whole = spec();
+    for kv in [KvType::F16, KvType::F32] {
+        for len in [1, 63, 64, 65, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 7] {
+            let mut host = HostState::new(&whole, kv, 4 * PAGE);
+            let id = host.table_mut().create();
+            extend(&mut host, id, len, 0.0, None);
+            let mut state = host.snapshot(id).unwrap();
+            // No two numbers are the same, so that one in the wrong place is noticed.
+            let numbers = state.recurrent.len();
+            state.recurrent = Arc::new((0..numbers).map(|x| x as f32).collect());
+            for (index, page) in state.pages.iter_mut().enumerate() {
+                let mut filled = (**page).clone();
+                let bytes: Vec<u8> = (0..filled.len() * kv.bytes()).map(|x| (x / 3 + index) as u8).collect();
+                filled.write_bytes(0, &bytes);
+                *page = Arc::new(filled);
+            }
+            let layers = whole.layers.len();
+            for cuts in [vec![layers], vec![1, layers], vec![2, 4, layers], (1..=layers).collect()] {
+                let mut start = 0;
+                let shapes: Vec<SnapshotShape> = (cuts.iter())
+                    .map(|&end| {
+                        let layers = whole.layers[std::mem::replace(&mut start, end)..end].to_vec();
+                        SnapshotShape::new(&Spec { layers, ..whole.clone() }, kv)
+                    })
+                    .collect();
+                let parts = state.split(&shapes);
+                parts.iter().zip(&shapes).for_each(|(part, shape)| part.check(shape).unwrap());
+                let joined = Snapshot::join(&parts);
+                joined.check(host.shape()).unwrap();
+                assert!(joined == state, "{kv:?}, {len} tokens, cuts before {cuts:?}");
+            }
+        }
+    }
+    let mut host = HostState::new(&whole, KvType::F16, PAGE);
+    let id = host.table_mut().create();
+    let empty = host.snapshot(id).unwrap();
+    let shapes = [SnapshotShape { delta_layers: 1, attention_layers: 0, ..*host.shape() }; 2];
+    assert!(empty.split(&shapes).iter().all(|part| part.recurrent.is_empty() && part.pages.is_empty()));
 }

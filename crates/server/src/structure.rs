@@ -173,7 +173,7 @@ fn calls(tools: &Tools, notation: CallFormat) -> Result<String, ApiError> {
 }
 
 /// The first rule: what comes before the body.
-fn beginning(opening: Opening) -> &'static str {
+pub(crate) fn beginning(opening: Opening) -> &'static str {
     match opening {
         Opening::Plain => "start: body\n",
         Opening::Thinking => {

@@ -14,9 +14,11 @@ use crate::answer::{Answers, Wish};
 use crate::error::ApiError;
 use crate::exchange::{Exchange, Kind};
 use crate::fields::Fields;
+use crate::grammar::Grammars;
 use crate::prompt::prompt;
 use crate::security::Access;
 use crate::service::{Config, Running, Served, Service};
+use crate::structure::{Opening, beginning};
 
 fn repository(path: &str) -> std::path::PathBuf {
     std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
@@ -369,4 +371,31 @@ fn keys_and_origins_are_checked() {
     assert!(access.check_origin(&headers(&[("origin", "http://page")])).unwrap().is_some());
     assert_eq!(access.check_origin(&headers(&[("origin", "http://page.evil")])), Err(ApiError::origin()));
     assert_eq!(Access::default().check_key(&headers(&[])), Ok(()));
+}
+
+#[test]
+fn thinking_may_come_before_what_is_demanded_where_the_model_thinks() {
+    let tokenizer = served(&file("chatml.jinja")).tokenizer;
+    let grammars = Grammars::new(&tokenizer).unwrap();
+    for (opening, answer, is_taken) in [
+        (Opening::Plain, "yes", true),
+        (Opening::Plain, "ye", false),
+        (Opening::Plain, "<think>hm</think>\n\nyes", false),
+        (Opening::Thinking, "hm</think>\n\nyes", true),
+        (Opening::Thinking, "hm</think>no", false),
+        (Opening::Thinking, "yes", false),
+        (Opening::MayThink, "yes", true),
+        (Opening::MayThink, "<think>hm\nhm</think>\n\nyes", true),
+        (Opening::MayThink, "<think>yes", false),
+        (Opening::MayThink, "hm</think>yes", false),
+    ] {
+        let mut constraint = grammars.compile(format!("body: \"yes\"\n{}", beginning(opening))).unwrap();
+        let ids = tokenizer
+            .encode_raw_with_specials(answer)
+            .into_iter()
+            .chain(tokenizer.stop_tokens().first().copied());
+        let taken =
+            ids.into_iter().all(|id| constraint.mask().unwrap().allows(id) && constraint.commit(id).is_ok());
+        assert_eq!(taken, is_taken, "{opening:?}: {answer}");
+    }
 }

@@ -159,7 +159,7 @@ async fn what_is_demanded_follows_the_thinking() {
     let server = Server::new(&template);
     let format = json!({"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}});
     let (mut thought, mut ended) = (0, 0);
-    let thinking = |seed: u64| seed % 2 == 0;
+    let thinking = |seed: u64| seed.is_multiple_of(2);
     let demand = |seed| {
         let thinking = json!({"enable_thinking": thinking(seed)});
         with(

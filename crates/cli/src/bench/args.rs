@@ -74,7 +74,7 @@ pub struct AbArgs {
 
 /// Kernels alone.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Kernels alone, on random weights of the 80B's widths [cpu]")]
+#[command(next_help_heading = "Kernels alone, on random weights of the 80B's widths [cpu, cuda]")]
 pub struct ProbeArgs {
     /// Measure the stages of one layer instead of a model.
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["model", "ab"])]
@@ -107,7 +107,7 @@ pub enum Probe {
 /// What is left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Ablation {
-    /// Weights are neither read nor decoded: products with whatever was there.
+    /// Weights are neither read nor decoded (on a GPU: are read, but not decoded): products with something else.
     Decode,
     /// All experts read the bytes of one, which stays in the second cache.
     Loads,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use engine::{Cancel, Engine, LogitRows, Options, Profile, Request};
 use forge::{Control, Mix, Shape, SynthOptions};
-use model::{Cost, KvType, Limits, MappedExperts, Model, Peaks, ResidentWeights, Stage};
+use model::{Backend, Cost, KvType, Limits, MappedExperts, Model, Peaks, ResidentWeights, Stage};
 use quant::Type;
 use serde_json::{Value, json};
 
@@ -28,17 +28,8 @@ const GEMV_VOCABULARY: u32 = 32_768;
 /// Runs the command.
 pub fn run(args: &BenchArgs, probe: Probe) -> Result<Outcome, Failure> {
     let options = &args.probe;
-    if args.backend.backend != BackendName::Cpu {
-        return Err(Failure::Usage("--kernels measures the backend cpu only".to_string()));
-    }
     let setup = Setup::new(probe, options);
-    // Experts have their rows on average: some have half as many.
-    let least = 2 * cpu::probe::FUSED_ROWS + 1;
-    if options.ablate == Some(Ablation::Decode) && setup.rows < least {
-        return Err(Failure::Usage(format!(
-            "few rows are multiplied as weights are decoded: nothing can be left out; ask for --rows {least} or more"
-        )));
-    }
+    refuse_impossible(args.backend.backend, &setup, options.ablate)?;
     let cancel = interrupt::on_ctrl_c()?;
     let file = Temporary(std::env::temp_dir().join(format!("redlite-kernels-{}.gguf", std::process::id())));
     setup.write(&file, args.json, &cancel)?;
@@ -76,6 +67,25 @@ pub fn run(args: &BenchArgs, probe: Probe) -> Result<Outcome, Failure> {
     let lines: Vec<Line> = setup.stages().iter().filter_map(|&stage| Line::new(stage, &measured)).collect();
     print(args, &setup, &lines, peaks.as_ref())?;
     Ok(Outcome::Success)
+}
+
+/// Refuses backends without kernels to be measured, and leaving out what cannot be.
+fn refuse_impossible(backend: BackendName, setup: &Setup, part: Option<Ablation>) -> Result<(), Failure> {
+    let refuse = |text: String| Err(Failure::Usage(text));
+    // Experts have their rows on average: some have half as many.
+    let least = 2 * cpu::probe::FUSED_ROWS + 1;
+    match (backend, part) {
+        (BackendName::Reference | BackendName::ReferenceLlama, _) => {
+            refuse("--kernels measures the backends cpu and cuda only".to_string())
+        }
+        (BackendName::Cpu, Some(Ablation::Decode)) if setup.rows < least => refuse(format!(
+            "few rows are multiplied as weights are decoded: nothing can be left out; ask for --rows {least} or more"
+        )),
+        (BackendName::Cuda, Some(Ablation::Decode)) if setup.probe != Probe::Experts => {
+            refuse("on a GPU decoding can be left out of `--kernels experts` only".to_string())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// A file that goes with the value.
@@ -190,13 +200,22 @@ fn engine(
     let limits =
         Limits { pass_rows: engine::plan::pass_rows(chunk, tokens), positions: tokens, kv: KvType::F16 };
     let backend = &args.backend;
-    let options = cpu::Options { threads: backend.threads, exact: backend.exact, ..cpu::Options::default() };
-    let mut cpu = cpu::Cpu::new(model.clone(), weights.clone(), limits, options)?;
-    if part == Some(Ablation::Decode) {
-        cpu::probe::without_decoding(&mut cpu);
-    }
-    let options = Options { chunk, context: tokens };
-    Ok(Engine::new(model.clone(), Box::new(cpu), Box::new(MappedExperts::new(model)), options))
+    let without_decoding = part == Some(Ablation::Decode);
+    let experts = MappedExperts::new(model);
+    let (backend, experts): (Box<dyn Backend>, _) = if backend.backend == BackendName::Cuda {
+        let options = cuda::Options { decode_experts: !without_decoding, ..cuda::Options::default() };
+        let cuda = cuda::Cuda::new(model.clone(), weights, limits, options)?;
+        (Box::new(cuda), experts.in_whole_layers())
+    } else {
+        let options =
+            cpu::Options { threads: backend.threads, exact: backend.exact, ..cpu::Options::default() };
+        let mut cpu = cpu::Cpu::new(model.clone(), weights.clone(), limits, options)?;
+        if without_decoding {
+            cpu::probe::without_decoding(&mut cpu);
+        }
+        (Box::new(cpu), experts)
+    };
+    Ok(Engine::new(model.clone(), backend, Box::new(experts), Options { chunk, context: tokens }))
 }
 
 /// Makes every expert read the bytes of the first.

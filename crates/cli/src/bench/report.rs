@@ -150,12 +150,13 @@ impl Rates {
 
 /// The peaks in a line.
 pub fn peak_line(peaks: &Peaks) -> String {
-    let Peaks { workers, quantised, plain, bytes } = peaks;
+    let Peaks { workers, quantised, plain, bytes, link } = peaks;
     let mut text = format!("peak of {workers}: {:.0} GOP/s {}", quantised.rate / 1e9, quantised.unit);
     if plain.unit != quantised.unit {
         text += &format!(", {:.0} GFLOP/s {}", plain.rate / 1e9, plain.unit);
     }
-    text + &format!(", {:.1} GB/s read", bytes / 1e9)
+    text += &format!(", {:.1} GB/s read", bytes / 1e9);
+    text + &link.map_or(String::new(), |rate| format!(", {:.1} GB/s over the link", rate / 1e9))
 }
 
 /// The peaks as JSON.
@@ -165,6 +166,7 @@ pub fn peaks_json(peaks: &Peaks) -> Value {
         "quantised": { "unit": peaks.quantised.unit, "operations_per_second": peaks.quantised.rate },
         "plain": { "unit": peaks.plain.unit, "operations_per_second": peaks.plain.rate },
         "bytes_per_second": peaks.bytes,
+        "link_bytes_per_second": peaks.link,
     })
 }
 

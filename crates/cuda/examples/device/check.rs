@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use crate::cache;
+use crate::{cache, pipeline};
 
 use engine::parity::{Parity, Side, parity};
 use engine::{Cancel, Engine, Request};
@@ -13,6 +13,7 @@ use model::{Backend, Intermediate, KvType, Limits, MappedExperts, Model};
 use quant::Type;
 use redlite_cuda::{Cuda, Options};
 use reference::Reference;
+use testkit::conformance::Make;
 use testkit::{Decay, Layout, Random, TinyModel, TinyOptions, conformance};
 
 /// Relative RMS allowed of any stage of a small random model: factors are bf16, and so are the errors of all layers
@@ -48,7 +49,7 @@ pub fn run(model: &Path, only: &[&str]) -> ExitCode {
     for ty in Type::all() {
         check(&format!("decode {ty}"), &|| decode(ty));
     }
-    for (name, work) in suite() {
+    for (name, work) in suite(&|model, limits| Box::new(cuda(&model, limits))) {
         check(&format!("suite {name}"), &|| {
             work();
             String::new()
@@ -68,10 +69,11 @@ pub fn run(model: &Path, only: &[&str]) -> ExitCode {
     check("model text", &|| greedy_text(model));
     check("model bits", &|| bits(model));
     cache::checks(model, &mut check);
+    pipeline::checks(model, &mut check);
     if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn cuda(model: &Arc<Model>, limits: Limits) -> Cuda {
+pub(crate) fn cuda(model: &Arc<Model>, limits: Limits) -> Cuda {
     let weights = model.load(&mut |_, _| {}).expect("weights");
     Cuda::new(model.clone(), &weights, limits, Options::default()).expect("a GPU")
 }
@@ -101,29 +103,27 @@ fn decode(ty: Type) -> String {
     format!("{len} weights")
 }
 
-type Check = (&'static str, Box<dyn Fn()>);
+type Check<'a> = (&'static str, Box<dyn Fn() + 'a>);
 
-fn suite() -> Vec<Check> {
-    fn make(model: Arc<Model>, limits: Limits) -> Box<dyn Backend> {
-        Box::new(cuda(&model, limits))
-    }
+/// What every backend promises, of those that `make` makes.
+pub(crate) fn suite(make: Make<'_>) -> Vec<Check<'_>> {
     vec![
-        ("chunks", Box::new(|| conformance::chunks(&make))),
-        ("blocks", Box::new(|| conformance::blocks(&make))),
-        ("batches", Box::new(|| conformance::batches(&make))),
+        ("chunks", Box::new(|| conformance::chunks(make))),
+        ("blocks", Box::new(|| conformance::blocks(make))),
+        ("batches", Box::new(|| conformance::batches(make))),
         (
             "decode",
-            Box::new(|| conformance::decode_agrees_with_ingestion(&make, OTHER_KERNELS, OTHER_KERNELS)),
+            Box::new(|| conformance::decode_agrees_with_ingestion(make, OTHER_KERNELS, OTHER_KERNELS)),
         ),
-        ("waves", Box::new(|| conformance::waves(&make))),
-        ("forks", Box::new(|| conformance::forks_and_host_copies(&make))),
-        ("snapshots", Box::new(|| conformance::snapshots(&make, OTHER_KERNELS))),
-        ("aborts", Box::new(|| conformance::aborts(&make))),
-        ("interleaved passes", Box::new(|| conformance::interleaved_passes(&make))),
-        ("layouts", Box::new(|| conformance::layouts(&make))),
-        ("strong decay", Box::new(|| conformance::strong_decay(&make, OTHER_KERNELS))),
-        ("wanted rows", Box::new(|| conformance::wanted_rows(&make))),
-        ("misuse", Box::new(|| conformance::misuse(&make))),
+        ("waves", Box::new(|| conformance::waves(make))),
+        ("forks", Box::new(|| conformance::forks_and_host_copies(make))),
+        ("snapshots", Box::new(|| conformance::snapshots(make, OTHER_KERNELS))),
+        ("aborts", Box::new(|| conformance::aborts(make))),
+        ("interleaved passes", Box::new(|| conformance::interleaved_passes(make))),
+        ("layouts", Box::new(|| conformance::layouts(make))),
+        ("strong decay", Box::new(|| conformance::strong_decay(make, OTHER_KERNELS))),
+        ("wanted rows", Box::new(|| conformance::wanted_rows(make))),
+        ("misuse", Box::new(|| conformance::misuse(make))),
     ]
 }
 
@@ -176,9 +176,13 @@ fn stages(options: TinyOptions, length: usize, kv: KvType) -> String {
         let error = difference.relative_rms();
         assert!(error < limit, "{what} of layer {layer} is off by {error:.1e}; {result}");
     }
-    assert!(differ * 20 <= compared, "{result}");
+    // Of a few choices one may be a near tie.
+    assert!(differ * 20 <= compared.max(20), "{result}");
     result
 }
+
+/// A text that stays what it is.
+const TEXT: &str = include_str!("../../../../LICENSE-APACHE");
 
 pub(crate) fn open(model: &Path) -> Arc<Model> {
     Arc::new(Model::open(model).expect("a model"))
@@ -186,8 +190,7 @@ pub(crate) fn open(model: &Path) -> Arc<Model> {
 
 pub(crate) fn prompt(model: &Model, len: usize) -> Vec<u32> {
     let tokenizer = text_of(model);
-    let source = include_str!("check.rs");
-    let mut tokens = tokenizer.encode_text(source);
+    let mut tokens = tokenizer.encode_text(TEXT);
     tokens.truncate(len);
     tokens
 }

@@ -3,11 +3,13 @@
 //! ```text
 //! device check MODEL              decoders, conformance suite, stages and MODEL against the reference
 //! device measure MODEL            tok/s and time of each stage
+//! device pipeline MODEL           tok/s of one GPU and of two, and whether they give the same bits
 //! ```
 
 mod cache;
 mod check;
 mod measure;
+mod pipeline;
 
 use std::process::ExitCode;
 
@@ -17,8 +19,9 @@ fn main() -> ExitCode {
     match arguments[..] {
         ["check", model, ref only @ ..] => check::run(model.as_ref(), only),
         ["measure", model, ref lengths @ ..] => measure::run(model.as_ref(), lengths),
+        ["pipeline", model, ref lengths @ ..] => pipeline::run(model.as_ref(), lengths),
         _ => {
-            eprintln!("usage: device check MODEL [NAME …] | device measure MODEL [LENGTH …]");
+            eprintln!("usage: device check MODEL [NAME …] | device measure|pipeline MODEL [LENGTH …]");
             ExitCode::from(2)
         }
     }

@@ -53,10 +53,10 @@ impl Bench {
         Random::new(1, "prompt").tokens(len, self.model.spec.vocab)
     }
 
-    /// One pass that appends tokens to each of some sequences and reads the last one's logits.
-    fn pass(&mut self, sequences: &[SequenceId], tokens: &[u32]) {
+    /// One pass that appends tokens to some sequences and reads the logits of each one's last.
+    fn pass(&mut self, runs: &[(SequenceId, &[u32])]) {
         let mut pass = Pass::new();
-        for &id in sequences {
+        for &(id, tokens) in runs {
             let start = self.cuda.position(id).expect("a sequence");
             let rows = pass.push(id, start, tokens);
             pass.logits.push(rows.end - 1);
@@ -70,7 +70,7 @@ impl Bench {
     fn ingest(&mut self, tokens: &[u32]) -> SequenceId {
         let id = self.cuda.create();
         for chunk in tokens.chunks(CHUNK) {
-            self.pass(&[id], chunk);
+            self.pass(&[(id, chunk)]);
         }
         id
     }
@@ -91,7 +91,7 @@ impl Bench {
         self.stages(1, length);
     }
 
-    /// Decoding with `batch` sequences of `length` tokens.
+    /// Decoding with `batch` sequences of `length` tokens, which go on with different tokens.
     fn decode(&mut self, length: usize, batch: usize) {
         const STEPS: usize = 32;
         let tokens = self.tokens(length);
@@ -103,7 +103,11 @@ impl Bench {
             let start = Instant::now();
             for _ in 0..STEPS {
                 step += 1;
-                bench.pass(&ids, &[tokens[step % tokens.len()]]);
+                let token = |i: usize| [tokens[(step + 31 * i) % tokens.len()]];
+                let next: Vec<[u32; 1]> = (0..batch).map(token).collect();
+                let runs: Vec<(SequenceId, &[u32])> =
+                    ids.iter().zip(&next).map(|(&id, token)| (id, &token[..])).collect();
+                bench.pass(&runs);
             }
             start.elapsed().as_secs_f64() / STEPS as f64
         };

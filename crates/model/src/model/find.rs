@@ -35,7 +35,7 @@ pub(super) fn model(gguf: Gguf) -> Result<Model> {
     }
     let warnings = find.unused(&spec);
     let weights = Weights { layers, output_norm, output };
-    Ok(Model { spec, embedding, weights, experts, tied, warnings, gguf })
+    Ok(Model { spec, embedding, weights, experts, tied, warnings, gguf: gguf.into() })
 }
 
 /// Rows of the token embedding, which decide; `vocab_size` is optional, but must not contradict.

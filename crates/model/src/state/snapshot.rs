@@ -107,6 +107,60 @@ impl Snapshot {
         }
     }
 
+    /// The state of a model of the states of its parts, in the order of their layers, all after the same tokens.
+    ///
+    /// # Panics
+    /// If there are none, or their tokens differ.
+    pub fn join(parts: &[Snapshot]) -> Snapshot {
+        let first = &parts[0];
+        let count = |of: &dyn Fn(&SnapshotShape) -> usize| parts.iter().map(|part| of(&part.shape)).sum();
+        let shape = SnapshotShape {
+            delta_layers: count(&|shape| shape.delta_layers),
+            attention_layers: count(&|shape| shape.attention_layers),
+            ..first.shape
+        };
+        assert!(parts.iter().all(|part| part.position == first.position), "states after the same tokens");
+        let recurrent: Vec<f32> = parts.iter().flat_map(|part| part.recurrent.iter().copied()).collect();
+        let page = |index: usize| {
+            let (mut page, mut at) = (Page::new(&shape), 0);
+            for part in parts.iter().map(|part| &part.pages[index]) {
+                let mut bytes = Vec::new();
+                part.append_bytes(0..part.len(), &mut bytes);
+                page.write_bytes(at, &bytes);
+                at += part.len();
+            }
+            Arc::new(page)
+        };
+        let pages = (0..first.pages.len()).map(page).collect();
+        Snapshot { shape, position: first.position, recurrent: Arc::new(recurrent), pages }
+    }
+
+    /// The states of the parts of a model, whose shapes are `shapes`: what [`Snapshot::join`] made one of.
+    ///
+    /// # Panics
+    /// If the shapes are not those of parts of its model; [`Snapshot::check`] sees to that.
+    pub fn split(&self, shapes: &[SnapshotShape]) -> Vec<Snapshot> {
+        let (mut slot, mut head) = (0, 0);
+        let part = |shape: &SnapshotShape| {
+            let slots = slot..slot + if self.position == 0 { 0 } else { shape.slot_len() };
+            let numbers = head..head + PAGE * shape.position_len();
+            (slot, head) = (slots.end, numbers.end);
+            let page = |whole: &Arc<Page>| {
+                let (mut page, mut bytes) = (Page::new(shape), Vec::new());
+                whole.append_bytes(numbers.clone(), &mut bytes);
+                page.write_bytes(0, &bytes);
+                Arc::new(page)
+            };
+            Snapshot {
+                shape: *shape,
+                position: self.position,
+                recurrent: Arc::new(self.recurrent[slots].to_vec()),
+                pages: self.pages.iter().map(page).collect(),
+            }
+        };
+        shapes.iter().map(part).collect()
+    }
+
     /// Bytes of the numbers, wherever they are shared.
     pub fn bytes(&self) -> usize {
         let pages: usize = self.pages.iter().map(|page| page.len() * page.kv().bytes()).sum();

@@ -1,0 +1,383 @@
+// Routed experts of many rows: products of pairs of expert and row with blocks of TYPE, which are decoded in registers and are
+// there the first factor of the tensor cores of compute capability 9.0a (`wgmma`).
+//
+// A tile is up to TOKENS pairs of an expert and GROUPS · 64 rows of weights. Each warp of the groups that multiply decodes 16
+// rows, lane l whole runs of 32 weights (`Run`): run l % 4 of every 128 of rows l / 4 and l / 4 + 8. What lane l holds are
+// then columns 32 (l % 4) + 4 s + {0, 1 | 2, 3} at step s of sixteen columns, where the tensor cores count 2 (l % 4) + {0, 1}
+// and those + 8. So x lies shuffled: number 16 s + 2 t + 8 h + b of every 128 is number 32 t + 4 s + 2 h + b of the row
+// (`shuffle_rows`); the inner rows are stored like that.
+//
+// The other warps copy. K is walked in steps of 128 through X_STAGES buffers of x,
+//
+//   stage: 2 · [TOKENS][64] bf16, rows of 128 bytes, 16-byte chunk c of row r at chunk c ^ (r % 8),
+//
+// and in spans of 256 weights through SPANS buffers of blocks in file form, a window of whole words of 16 bytes for each row.
+// Each buffer has a barrier for "full" and one for "empty". A sum runs over k in ascending order whatever is beside it.
+
+const int STEP = 128;
+const int SPAN = 256; // weights
+const int SPAN_BYTES = SPAN / TYPE::LEN * TYPE::BYTES;
+const int WINDOW = ((SPAN_BYTES + 30) / 16 | 1) * 16; // bytes of a row: an odd number of 16-byte words around a span
+
+/// Tiles for few and for many pairs of an expert, threads that copy, registers of a thread that multiplies and of one that
+/// copies. SPANS_*: buffers of blocks there is room for. AHEAD: whether there are registers for a step that is decoded ahead; k
+/// must be whole spans there.
+struct Low {
+    static const int GROUPS = 4, PRODUCERS = 128, TOKENS = 64, X_STAGES = 4, SPANS = SPANS_LOW, MORE = 104, LESS = 64;
+    static const bool AHEAD = false;
+};
+struct High {
+    static const int GROUPS = 2, PRODUCERS = 256, TOKENS = 192, X_STAGES = 3, SPANS = SPANS_HIGH, MORE = 208, LESS = 48;
+    static const bool AHEAD = true;
+};
+
+/// Sizes and places in shared memory.
+template <class S> struct Sizes {
+    static const int CONSUMERS = S::GROUPS * 128, THREADS = CONSUMERS + S::PRODUCERS, ROWS = S::GROUPS * 64;
+    static const int HALF = S::TOKENS * 128, X_BYTES = 2 * HALF, SPAN_BUFFER = ROWS * WINDOW;
+    static const int SPANS_AT = S::X_STAGES * X_BYTES, TABLE_AT = SPANS_AT + S::SPANS * SPAN_BUFFER;
+    static const int PLACES_AT = TABLE_AT + Run<TYPE>::TABLE * COPIES, BARRIERS_AT = PLACES_AT + 2 * 4 * S::TOKENS;
+};
+
+struct Tile {
+    int first; // of the sorted pairs
+    int rows;  // at most TOKENS
+    int matrix, expert;
+};
+
+struct Pairs {
+    const u16 *x;         // shuffled rows of k numbers: GATED: of the pass; else: of the sorted pairs
+    u16 *out;             // GATED: [pairs, n], sorted and shuffled; else [pairs, n]
+    const float *weights; // of each pair
+    const u32 *pairs;     // sorted
+    const Tile *tiles;
+    const int *count;     // of tiles
+    const u8 *blocks[2];  // gate and up (or down) of expert 0, bytes to the next expert's, or where each one's are
+    long strides[2];
+    const u64 *places[2];
+    int n, k, used;
+};
+
+/// c += a · xᵀ over 16 of k: a [64, 16] in registers, x [WIDTH, 16] in shared memory.
+template <int WIDTH> DEVICE void multiply_tile(float c[WIDTH / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 x) {
+    if (WIDTH == 16) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+                     "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
+    }
+    if (WIDTH == 32) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+                     "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
+                       "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
+    }
+    if (WIDTH == 64) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                     "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
+                       "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
+                       "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
+                       "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
+    }
+}
+
+/// Has all of these computed before anything that follows: products must not find them unfinished.
+DEVICE void settle(u32 a[2][16]) {
+    asm volatile(""
+                 : "+r"(a[0][0]), "+r"(a[0][1]), "+r"(a[0][2]), "+r"(a[0][3]), "+r"(a[0][4]), "+r"(a[0][5]), "+r"(a[0][6]), "+r"(a[0][7]),
+                   "+r"(a[0][8]), "+r"(a[0][9]), "+r"(a[0][10]), "+r"(a[0][11]), "+r"(a[0][12]), "+r"(a[0][13]), "+r"(a[0][14]), "+r"(a[0][15]),
+                   "+r"(a[1][0]), "+r"(a[1][1]), "+r"(a[1][2]), "+r"(a[1][3]), "+r"(a[1][4]), "+r"(a[1][5]), "+r"(a[1][6]), "+r"(a[1][7]),
+                   "+r"(a[1][8]), "+r"(a[1][9]), "+r"(a[1][10]), "+r"(a[1][11]), "+r"(a[1][12]), "+r"(a[1][13]), "+r"(a[1][14]), "+r"(a[1][15])
+                 :
+                 : "memory");
+}
+
+/// Gives registers of the producers to the consumers, who hold the sums.
+template <class S> DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::MORE)); }
+
+template <class S> DEVICE void less_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::LESS)); }
+
+/// Buffers that are filled and emptied in turns: `count` have been.
+struct Ring {
+    u32 full, empty;
+    int slot, parity;
+
+    DEVICE Ring at(u32 barriers, int buffers) {
+        Ring ring;
+        ring.full = barriers, ring.empty = barriers + 8 * buffers;
+        ring.slot = ring.parity = 0;
+        return ring;
+    }
+
+    DEVICE void advance(Ring &r, int buffers) {
+        if (++r.slot == buffers) r.slot = 0, r.parity ^= 1;
+    }
+};
+
+/// Pairs of a tile that are multiplied, with what fills it up.
+DEVICE int padded(int rows) { return rows <= 16 ? 16 : rows <= 32 ? 32 : (rows + 63) / 64 * 64; }
+
+/// Where row `row` of a tile's blocks begins. GATED: of each 16 rows eight of gate, then the same of up, outputs in shuffled
+/// order; else neighbouring rows are eight apart.
+template <class S, bool GATED> DEVICE const u8 *row_at(const Pairs &p, const Tile &tile, int first, int row) {
+    int at = row % 8, half = row / 8 % 2, n;
+    if (GATED) {
+        int o = first + row / 16 * 8 + at, i = o % 128;
+        n = o - i + i / 2 % 4 * 32 + i / 16 * 4 + i / 8 % 2 * 2 + i % 2;
+    } else {
+        n = first + row / 16 * 16 + 2 * at + half;
+    }
+    int matrix = GATED ? half : 0;
+    // Rows beyond the end repeat the last one.
+    return expert_at(p.blocks[matrix], p.strides[matrix], p.places[matrix], tile.expert) +
+           min(n, p.n - 1) * ((long)(p.k / TYPE::LEN) * TYPE::BYTES);
+}
+
+/// The row of x of one of a tile's pairs.
+template <bool GATED> DEVICE u32 x_row(const Pairs &p, const Tile &tile, int i) {
+    if (!GATED) return tile.first + i;
+    return i < tile.rows ? __ldg(p.pairs + tile.first + i) : 0;
+}
+
+/// Copies all that a tile needs. `odd`: whether an odd number of tiles came before; `own`: `x_row` of this thread's pair, here
+/// and, looked up meanwhile, in the tile `after`.
+template <class S, bool GATED>
+DEVICE void produce(const Pairs &p, const Tile &tile, int first, u8 *shared, Ring &x, Ring &spans, int odd, u32 &own, const Tile &after) {
+    typedef Sizes<S> Z;
+    const int AT_ONCE = S::PRODUCERS / 2, PARTS = Z::ROWS / AT_ONCE;
+    int thread = threadIdx.x - Z::CONSUMERS, count = padded(tile.rows);
+    u32 *places = (u32 *)(shared + Z::PLACES_AT) + odd * S::TOKENS;
+    if (thread < count) places[thread] = thread < tile.rows ? (GATED ? own / p.used : own) * p.k : 0xffffffffu;
+    const u8 *rows[PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) rows[i] = row_at<S, GATED>(p, tile, first, thread / 2 + i * AT_ONCE);
+    asm volatile("bar.sync 1, %0;" ::"n"(S::PRODUCERS) : "memory");
+    int row = thread / 16, chunk = thread % 16;
+    u32 base = shared_address(shared);
+    u32 to_x = base + chunk / 8 * Z::HALF + row * 128 + (chunk % 8 ^ row % 8) * 16;
+    u32 to_span = base + Z::SPANS_AT + thread / 2 * WINDOW;
+    for (int k = 0; k < p.k; k += STEP) {
+        if (k % SPAN == 0) {
+            barrier_wait(spans.empty + 8 * spans.slot, spans.parity ^ 1);
+            u32 to = to_span + spans.slot * Z::SPAN_BUFFER;
+#pragma unroll
+            for (int i = 0; i < PARTS; i++) {
+                const u8 *at = (const u8 *)((u64)(rows[i] + k / SPAN * SPAN_BYTES) & ~15ull);
+#pragma unroll
+                for (int j = 0; j < (WINDOW / 16 + 1) / 2; j++) {
+                    int word = 2 * j + thread % 2;
+                    if (word < WINDOW / 16) copy_16(to + i * AT_ONCE * WINDOW + word * 16, at + word * 16, true);
+                }
+            }
+            barrier_arrive_copied(spans.full + 8 * spans.slot);
+            Ring::advance(spans, S::SPANS);
+        }
+        barrier_wait(x.empty + 8 * x.slot, x.parity ^ 1);
+        u32 to = to_x + x.slot * Z::X_BYTES;
+#pragma unroll 4
+        for (int i = 0; i + row < count; i += S::PRODUCERS / 16) {
+            u32 at = places[row + i];
+            bool valid = at != 0xffffffffu;
+            copy_16(to + i * 128, p.x + (valid ? at : 0) + k + chunk * 8, valid);
+        }
+        barrier_arrive_copied(x.full + 8 * x.slot);
+        Ring::advance(x, S::X_STAGES);
+        if (k == 0) own = x_row<GATED>(p, after, thread);
+    }
+}
+
+/// SiLU(gate) · up, two neighbouring outputs of a pair to a lane.
+template <class S, int WIDTH> DEVICE void store_inner(const Pairs &p, const Tile &tile, int n, int token, const float c[WIDTH / 2]) {
+    int lane = threadIdx.x % 32, odd = lane / 4 % 2;
+#pragma unroll
+    for (int j = 0; j < WIDTH / 8; j++) {
+        float x = silu(c[4 * j]) * c[4 * j + 2], y = silu(c[4 * j + 1]) * c[4 * j + 3];
+        float other = __shfl_xor_sync(~0u, odd ? x : y, 4);
+        int row = token + 8 * j + lane % 4 * 2 + odd;
+        u32 both = odd ? bf16_pair(other, y) : bf16_pair(x, other);
+        if (row < tile.rows) *(u32 *)(p.out + (long)(tile.first + row) * p.n + n + (lane / 4 & ~1)) = both;
+    }
+}
+
+/// Weighted outputs of pairs. Lane l has looked up number `token` + l of the tile's pairs, and those 32 behind, and so on.
+template <class S, int WIDTH>
+DEVICE void store_pairs(const Pairs &p, const Tile &tile, int n, int token, const float c[WIDTH / 2], const u32 *pairs, const float *weights) {
+    int lane = threadIdx.x % 32;
+    n += lane / 4 * 2;
+#pragma unroll
+    for (int j = 0; j < WIDTH / 8; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int from = j % 4 * 8 + lane % 4 * 2 + i;
+            u32 pair = __shfl_sync(~0u, pairs[j / 4], from);
+            float weight = __shfl_sync(~0u, weights[j / 4], from);
+            u32 both = bf16_pair(c[4 * j + i] * weight, c[4 * j + 2 + i] * weight);
+            if (token + j / 4 * 32 + from < tile.rows && n < p.n) *(u32 *)(p.out + (long)pair * p.n + n) = both;
+        }
+    }
+}
+
+/// Decodes and multiplies all steps of a tile as they come, and stores the sums.
+template <class S, bool GATED, int BLOCKS, int WIDTH>
+DEVICE void consume(const Pairs &p, const Tile &tile, int first, u8 *shared, Ring &x, Ring &spans) {
+    typedef Sizes<S> Z;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp * 16 + lane / 4;
+    float c[BLOCKS][WIDTH / 2];
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) {
+#pragma unroll
+        for (int j = 0; j < WIDTH / 2; j++) c[i][j] = 0.0f;
+    }
+    u32 low = (u32)(u64)row_at<S, GATED>(p, tile, first, row), high = (u32)(u64)row_at<S, GATED>(p, tile, first, row + 8);
+    const u32 *table = (const u32 *)(shared + Z::TABLE_AT);
+    u32 a[2][16];
+    auto decode = [&](int k, u32 out[2][16]) {
+        if (k % SPAN == 0) barrier_wait(spans.full + 8 * spans.slot, spans.parity);
+        const u8 *window = shared + Z::SPANS_AT + spans.slot * Z::SPAN_BUFFER + row * WINDOW;
+        u32 offset = k / SPAN * SPAN_BYTES, run = (u32)k % SPAN / 32 + lane % 4;
+        Run<TYPE>::decode(window + ((low + offset) & 15), run, table, out[0]);
+        Run<TYPE>::decode(window + 8 * WINDOW + ((high + offset) & 15), run, table, out[1]);
+        if (k % SPAN == SPAN - STEP || k + STEP >= p.k) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(spans.empty + 8 * spans.slot);
+            Ring::advance(spans, S::SPANS);
+        }
+    };
+    auto multiply = [&](u32 by[2][16]) {
+        barrier_wait(x.full + 8 * x.slot, x.parity);
+        u64 from = descriptor(shared_address(shared) + x.slot * Z::X_BYTES);
+        settle(by);
+        products_begin();
+#pragma unroll
+        for (int s = 0; s < STEP / 16; s++) {
+#pragma unroll
+            for (int i = 0; i < BLOCKS; i++) {
+                multiply_tile<WIDTH>(c[i], by[0][2 * s], by[1][2 * s], by[0][2 * s + 1], by[1][2 * s + 1],
+                                     from + s / 4 * (Z::HALF / 16) + i * (64 * 128 / 16) + s % 4 * 2);
+            }
+        }
+        products_commit();
+    };
+    auto release = [&]() {
+        if (lane == 0) barrier_arrive(x.empty + 8 * x.slot);
+        Ring::advance(x, S::X_STAGES);
+    };
+    decode(0, a);
+    if (S::AHEAD) {
+        // The next step is decoded while this one's products are made.
+        u32 b[2][16];
+        for (int k = 0;; k += 2 * STEP) {
+            multiply(a);
+            decode(k + STEP, b);
+            settle(b);
+            products_wait<0>();
+            release();
+            multiply(b);
+            if (k + 2 * STEP >= p.k) break;
+            decode(k + 2 * STEP, a);
+            settle(a);
+            products_wait<0>();
+            release();
+        }
+        products_wait<0>();
+        release();
+    } else {
+        for (int k = STEP;; k += STEP) {
+            multiply(a);
+            products_wait<0>();
+            release();
+            if (k >= p.k) break;
+            decode(k, a);
+        }
+    }
+    if (GATED) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) store_inner<S, WIDTH>(p, tile, first + warp * 8, i * 64, c[i]);
+        return;
+    }
+    const int LOOKED_UP = (BLOCKS * WIDTH + 31) / 32;
+    u32 pairs[LOOKED_UP];
+    float weights[LOOKED_UP];
+#pragma unroll
+    for (int i = 0; i < LOOKED_UP; i++) pairs[i] = __ldg(p.pairs + tile.first + min(i * 32 + lane, tile.rows - 1));
+#pragma unroll
+    for (int i = 0; i < LOOKED_UP; i++) weights[i] = __ldg(p.weights + pairs[i]);
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) {
+        store_pairs<S, WIDTH>(p, tile, first + warp * 16, i * 64, c[i], pairs + 2 * i, weights + 2 * i);
+    }
+}
+
+/// By the number of pairs.
+template <class S, bool GATED>
+DEVICE void consume_tile(const Pairs &p, const Tile &tile, int first, u8 *shared, Ring &x, Ring &spans) {
+    if (S::TOKENS == 64) {
+        if (tile.rows <= 16) return consume<S, GATED, 1, 16>(p, tile, first, shared, x, spans);
+        if (tile.rows <= 32) return consume<S, GATED, 1, 32>(p, tile, first, shared, x, spans);
+        return consume<S, GATED, 1, 64>(p, tile, first, shared, x, spans);
+    }
+    if (tile.rows <= 32) consume<S, GATED, 1, 32>(p, tile, first, shared, x, spans);
+    else if (tile.rows <= 64) consume<S, GATED, 1, 64>(p, tile, first, shared, x, spans);
+    else if (tile.rows <= 128) consume<S, GATED, 2, 64>(p, tile, first, shared, x, spans);
+    else consume<S, GATED, 3, 64>(p, tile, first, shared, x, spans);
+}
+
+/// Blocks of the grid take tiles in turns.
+template <class S, bool GATED> DEVICE void experts(const Pairs &p) {
+    typedef Sizes<S> Z;
+    const int OUTPUTS = GATED ? Z::ROWS / 2 : Z::ROWS;
+    extern __shared__ __align__(1024) u8 shared[];
+    u32 barriers = shared_address(shared) + Z::BARRIERS_AT;
+    Run<TYPE>::fill_table((u32 *)(shared + Z::TABLE_AT));
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < S::X_STAGES + S::SPANS; i++) {
+            u32 at = i < S::X_STAGES ? barriers + 8 * i : barriers + 8 * (S::X_STAGES + i);
+            barrier_init(at, S::PRODUCERS);
+            barrier_init(at + 8 * (i < S::X_STAGES ? S::X_STAGES : S::SPANS), Z::CONSUMERS / 32);
+        }
+    }
+    __syncthreads();
+    Ring x = Ring::at(barriers, S::X_STAGES), spans = Ring::at(barriers + 16 * S::X_STAGES, S::SPANS);
+    int columns = (p.n + OUTPUTS - 1) / OUTPUTS, count = *p.count * columns, step = gridDim.x;
+    // The next tile is on its way while one is worked on.
+    Tile next = {};
+    auto look_up = [&](int t) {
+        if (t < count) next = p.tiles[t / columns];
+    };
+    look_up(blockIdx.x);
+    if (threadIdx.x >= Z::CONSUMERS) {
+        less_registers<S>();
+        int odd = 0;
+        u32 own = x_row<GATED>(p, next, threadIdx.x - Z::CONSUMERS);
+        for (int t = blockIdx.x; t < count; t += step, odd ^= 1) {
+            Tile tile = next;
+            look_up(t + step);
+            produce<S, GATED>(p, tile, t % columns * OUTPUTS, shared, x, spans, odd, own, next);
+        }
+        copies_wait_all();
+    } else {
+        more_registers<S>();
+        for (int t = blockIdx.x; t < count; t += step) {
+            Tile tile = next;
+            look_up(t + step);
+            consume_tile<S, GATED>(p, tile, t % columns * OUTPUTS, shared, x, spans);
+        }
+    }
+}
+
+/// Inner rows of the pairs: SiLU(gate · x) ⊙ (up · x).
+KERNEL __launch_bounds__(Sizes<Low>::THREADS, 1) void experts_gated_low(__grid_constant__ const Pairs p) { experts<Low, true>(p); }
+
+KERNEL __launch_bounds__(Sizes<High>::THREADS, 1) void experts_gated_high(__grid_constant__ const Pairs p) { experts<High, true>(p); }
+
+/// Their outputs: weight · down · inner row.
+KERNEL __launch_bounds__(Sizes<Low>::THREADS, 1) void experts_down_low(__grid_constant__ const Pairs p) { experts<Low, false>(p); }
+
+KERNEL __launch_bounds__(Sizes<High>::THREADS, 1) void experts_down_high(__grid_constant__ const Pairs p) { experts<High, false>(p); }
