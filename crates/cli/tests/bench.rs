@@ -173,7 +173,7 @@ fn kernels_are_measured_alone() {
         assert!(rate("full") > 0.0 && rate("ablated") > 0.0 && stage["share_left_out"].is_f64(), "{stage}");
     }
     fails(&["bench", "--kernels", "gemv", "--ablate", "decode"], 2, &["nothing can be left out", "--rows"]);
-    fails(&["bench", "--kernels", "dense", "--backend", "reference"], 2, &["cpu only"]);
+    fails(&["bench", "--kernels", "dense", "--backend", "reference"], 2, &["cpu and cuda only"]);
     fails(&["bench", &pocket(), "--kernels", "dense"], 2, &["--kernels"]);
     fails(&["bench", &pocket(), "--ablate", "loads"], 2, &["--kernels"]);
     fails(&["bench", "--kernels", "dense", "--type", "Q9"], 2, &["Q9"]);
