@@ -249,7 +249,8 @@ fn greedy_text(path: &Path) -> String {
         None => "200 tokens are equal".to_string(),
         Some(at) => {
             let margin = expected[at].1;
-            assert!(margin < 0.1, "token {at} differs where the reference's margin is {margin}");
+            // One is at most 1.22 times as likely as the other.
+            assert!(margin < 0.2, "token {at} differs where the reference's margin is {margin}");
             format!("equal up to token {at}, a near tie (margin {margin:.3})")
         }
     }
