@@ -40,6 +40,11 @@ pub fn run(args: &BenchArgs) -> Result<Outcome, Failure> {
     if probe.kernels.is_none() && part_of_a_probe {
         return Err(Failure::Usage("--type, --down, --rows and --ablate belong to --kernels".to_string()));
     }
+    if args.replay.trace_hits.is_some() && args.backend.backend == BackendName::Cuda {
+        let reason = "--trace-hits chooses experts instead of the router, which a GPU asks by itself; measure a file whose \
+                      experts are used unevenly (`redlite synth --skew 0.8`)";
+        return Err(Failure::Usage(reason.to_string()));
+    }
     match (args.probe.kernels, &args.ab.ab, &args.model) {
         (Some(probe), _, _) => kernels::run(args, probe),
         (None, Some(flags), _) => ab::run(args, flags),

@@ -82,6 +82,7 @@ fn contradictions_are_refused() {
     fails(&["bench", &pocket(), "--prompt", "600", "--context", "512"], 2, &["600", "512"]);
     fails(&["bench", &pocket(), "--prompt", "999999999"], 2, &["999999999"]);
     fails(&["bench", "nowhere.gguf"], 2, &["nowhere.gguf"]);
+    fails(&["bench", &pocket(), "--backend", "cuda", "--trace-hits", "0.8"], 2, &["--trace-hits", "--skew"]);
     let folder = Folder::new("bench-broken");
     let broken = folder.write("broken.gguf", b"GGUF");
     fails(&["bench", &broken], 2, &["broken.gguf"]);
