@@ -22,6 +22,7 @@ mod error;
 mod fetch;
 mod few;
 mod graph;
+mod grouped;
 mod head;
 mod kernels;
 mod linear;

@@ -147,7 +147,7 @@ pub(crate) fn bytes(spec: &Spec, rows: usize) -> usize {
     let per_row = spec.hidden * (3 * 4 + 2 + 2) + spec.moe.used * (16 + 2 * width + 2 * spec.hidden);
     let per_block_row =
         columns * 4 + 6 * spec.hidden + spec.delta.channels() * 2 + spec.delta.value_dim() * 14;
-    rows * per_row + block * per_block_row + crate::moe::decoded_bytes(spec)
+    rows * per_row + block * per_block_row + crate::grouped::decoded_bytes(spec)
 }
 
 impl Buffers {
