@@ -435,22 +435,21 @@ KERNEL __launch_bounds__(UP_THREADS, 3) void experts_up(__grid_constant__ const 
     __syncthreads();
     // What an item is: whether this wave has its expert, and where its rows of gate and up begin.
     int bytes_of[2] = {TILE * window(p.gate.row_bytes), TILE * window(p.up.row_bytes)}, which = warp / (UP_WARPS / 2);
-    const u8 *from[2];
-    auto look_up = [&](int item, int &row, int &rank, int &tile) {
+    auto expert_of = [&](int item, int &row, int &rank, int &tile) {
         row = item / of_row, rank = (item - row * of_row) / tiles, tile = item % tiles;
-        u32 expert = ids[row - first_row][rank];
-        if (!has(p.mask, expert)) return false;
-        from[0] = matrix_of(p.gate, expert) + (long)tile * TILE * p.gate.row_bytes;
-        from[1] = matrix_of(p.up, expert) + (long)tile * TILE * p.up.row_bytes;
-        return true;
+        return ids[row - first_row][rank];
     };
+    auto rows_from = [&](const Experts &e, u32 expert, int tile) { return matrix_of(e, expert) + (long)tile * TILE * e.row_bytes; };
     auto bring = [&](int item) {
         int row, rank, tile;
-        if (item < end && look_up(item, row, rank, tile)) {
-            int count = min(TILE, p.width - tile * TILE);
-            u8 *to = shared + p.tiles_at + (p.buffers == 2 ? (item - first) % 2 : 0) * (bytes_of[0] + bytes_of[1]);
-            copy_tile<UP_THREADS>(to, from[0], p.gate.row_bytes, count, p.gate.row_bytes);
-            copy_tile<UP_THREADS>(to + bytes_of[0], from[1], p.up.row_bytes, count, p.up.row_bytes);
+        if (item < end) {
+            u32 expert = expert_of(item, row, rank, tile);
+            if (has(p.mask, expert)) {
+                int count = min(TILE, p.width - tile * TILE);
+                u8 *to = shared + p.tiles_at + (p.buffers == 2 ? (item - first) % 2 : 0) * (bytes_of[0] + bytes_of[1]);
+                copy_tile<UP_THREADS>(to, rows_from(p.gate, expert, tile), p.gate.row_bytes, count, p.gate.row_bytes);
+                copy_tile<UP_THREADS>(to + bytes_of[0], rows_from(p.up, expert, tile), p.up.row_bytes, count, p.up.row_bytes);
+            }
         }
         copies_commit();
     };
@@ -460,7 +459,8 @@ KERNEL __launch_bounds__(UP_THREADS, 3) void experts_up(__grid_constant__ const 
     for (int item = first; item < end; item++) {
         if (p.buffers == 2) bring(item + 1);
         int row, rank, tile;
-        bool here = look_up(item, row, rank, tile);
+        u32 expert = expert_of(item, row, rank, tile);
+        bool here = has(p.mask, expert);
         if (row != staged) {
             stage(row);
             staged = row;
@@ -471,7 +471,7 @@ KERNEL __launch_bounds__(UP_THREADS, 3) void experts_up(__grid_constant__ const 
         if (here) {
             int count = min(TILE, p.width - tile * TILE), bytes = which ? p.up.row_bytes : p.gate.row_bytes;
             const u8 *at = shared + p.tiles_at + (p.buffers == 2 ? (item - first) % 2 : 0) * (bytes_of[0] + bytes_of[1]);
-            Pair pair = rows_of(at + (which ? bytes_of[0] : 0), from[which], bytes, count, bytes);
+            Pair pair = rows_of(at + (which ? bytes_of[0] : 0), rows_from(which ? p.up : p.gate, expert, tile), bytes, count, bytes);
             float c[2][4] = {};
             with_type(which ? p.up.type : p.gate.type, All(), [&](auto type) {
                 multiply_steps<decltype(type)>(c, pair, x, p.cols, warp % (UP_WARPS / 2), UP_WARPS / 2, which ? tables[1] : tables[0]);
@@ -483,14 +483,18 @@ KERNEL __launch_bounds__(UP_THREADS, 3) void experts_up(__grid_constant__ const 
             }
         }
         __syncthreads();
-        int output = tile * TILE + threadIdx.x;
-        if (here && threadIdx.x < TILE && output < p.width) {
+        if (here && threadIdx.x < TILE) {
+            // Found out again: registers are scarce while decoding.
+            int same = item;
+            asm volatile("" : "+r"(same));
+            expert_of(same, row, rank, tile);
             float gate = 0.0f, up = 0.0f;
             for (int w = 0; w < UP_WARPS / 2; w++) {
                 gate += room[w * TILE + threadIdx.x];
                 up += room[(w + UP_WARPS / 2) * TILE + threadIdx.x];
             }
-            p.out[((long)row * p.used + rank) * p.width + output] = bf16(silu(gate) * up);
+            int output = tile * TILE + threadIdx.x;
+            if (output < p.width) p.out[((long)row * p.used + rank) * p.width + output] = bf16(silu(gate) * up);
         }
         if (p.buffers == 1) bring(item + 1);
     }
