@@ -21,8 +21,8 @@ const PATIENCE: Timespec = Timespec { tv_sec: 120, tv_nsec: 0 };
 struct Terminal {
     process: Child,
     master: File,
-    /// Shown, but not looked at.
-    shown: String,
+    /// Shown, but not looked at: bytes, since a read may end inside a character.
+    shown: Vec<u8>,
 }
 
 impl Terminal {
@@ -46,7 +46,7 @@ impl Terminal {
                 Ok(())
             });
         }
-        Terminal { process: command.spawn().unwrap(), master: master.into(), shown: String::new() }
+        Terminal { process: command.spawn().unwrap(), master: master.into(), shown: Vec::new() }
     }
 
     fn press(&mut self, keys: &str) {
@@ -57,15 +57,16 @@ impl Terminal {
     fn wait_for(&mut self, words: &str) {
         let mut bytes = [0; 32];
         loop {
-            if let Some(at) = self.shown.find(words) {
+            if let Some(at) = self.shown.windows(words.len()).position(|shown| shown == words.as_bytes()) {
                 self.shown.drain(..at + words.len());
                 return;
             }
             let mut ready = [PollFd::new(&self.master, PollFlags::IN)];
-            assert_ne!(poll(&mut ready, Some(&PATIENCE)).unwrap(), 0, "no `{words}` in: {}", self.shown);
-            let read = self.master.read(&mut bytes).unwrap_or(0);
-            assert_ne!(read, 0, "it has ended without `{words}`: {}", self.shown);
-            self.shown += &String::from_utf8_lossy(&bytes[..read]);
+            let shown = || String::from_utf8_lossy(&self.shown);
+            assert_ne!(poll(&mut ready, Some(&PATIENCE)).unwrap(), 0, "no `{words}` in: {}", shown());
+            let read = (&self.master).read(&mut bytes).unwrap_or(0);
+            assert_ne!(read, 0, "it has ended without `{words}`: {}", shown());
+            self.shown.extend(&bytes[..read]);
         }
     }
 
