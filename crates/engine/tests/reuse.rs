@@ -75,6 +75,18 @@ fn asking_again_costs_less_than_a_grid_cell() {
 }
 
 #[test]
+fn a_prompt_that_a_session_holds_to_the_last_token_is_answered_from_the_checkpoint_before() {
+    let mut server = served(AMPLE);
+    let mut history = words(1, 300);
+    let first = ask(&mut server, &history, &[], 5);
+    // The session that is kept has read all of the answer but its last token: nothing would be left to read.
+    history.extend(&first.ids()[..4]);
+    let again = ask(&mut server, &history, &[], 4);
+    assert_eq!(again.read(), 304 - 256);
+    assert_eq!(again.log(|log| log.answer.clone()), cold(&history), "the bits of a cold ingestion");
+}
+
+#[test]
 fn a_compaction_keeps_the_first_part() {
     let mut server = served(AMPLE);
     let history = words(1, 4000);
