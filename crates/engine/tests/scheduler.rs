@@ -35,6 +35,29 @@ fn identical_requests_at_once_give_the_answer_of_one_alone() {
 }
 
 #[test]
+fn a_long_prompt_gets_its_turns_among_short_ones_that_keep_coming() {
+    let mut server = scheduler(0, step_by_step(3));
+    let (long, answer, _) = job(&words(1, 1500), &[], 1);
+    server.submit(long).unwrap();
+    let mut short = Vec::new();
+    // A slice is a step of a prompt; so many of them are several times what all that is read needs.
+    for turn in 0..4000 {
+        if answer.ended() {
+            break;
+        }
+        short.retain(|heard: &common::served::Heard| !heard.ended());
+        // Always two that have less to read.
+        while short.len() < 2 {
+            let (job, heard, _) = job(&words(2 + turn, 60), &[], 1);
+            server.submit(job).unwrap();
+            short.push(heard);
+        }
+        server.turn();
+    }
+    assert!(answer.ended(), "short prompts overtake it every time");
+}
+
+#[test]
 fn different_requests_do_not_mix() {
     let prompts: Vec<Vec<u32>> = (1..7).map(|n| words(n, 40 * n as usize + 3)).collect();
     let mut lone = scheduler(0, step_by_step(1));
