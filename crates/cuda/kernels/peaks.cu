@@ -31,10 +31,7 @@ KERNEL void peak_read(Peak p) {
     if ((sum.x ^ sum.y ^ sum.z ^ sum.w) == 0x9e3779b9u) *p.out = sum.x;
 }
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-/// Rows of 128 bytes, swizzled, groups of eight 1024 bytes apart.
-DEVICE u64 descriptor(u32 address) { return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+#if WGMMA
 
 /// c [64, 256] += a [64, 16] · b [256, 16], both in shared memory.
 DEVICE void multiply_tile(float c[128], u64 a, u64 b) {
@@ -79,14 +76,14 @@ KERNEL void peak_products(Peak p) {
     for (int i = 0; i < 128; i++) c[i] = 0.0f;
     u32 base = (shared_address(room) + 1023) & ~1023u;
     u64 a = descriptor(base + threadIdx.x / 128 * 8192), b = descriptor(base + 16384);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    products_begin();
     for (int round = 0; round < p.rounds; round++) {
 #pragma unroll
         for (int part = 0; part < 4; part++) multiply_tile(c, a + 2 * part, b + 2 * part);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        products_commit();
+        products_wait<1>();
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    products_wait<0>();
     float sum = 0.0f;
     for (int i = 0; i < 128; i++) sum += c[i];
     if (sum == 0.123f) *p.out = 1;

@@ -231,7 +231,7 @@ impl Source {
 
     /// What the GPU can do at most.
     pub fn peaks(target: &Target) -> Source {
-        Source::new(target, "peaks".to_string(), &[COMMON, PEAKS], &[])
+        Source::new(target, "peaks".to_string(), &[COMMON, PIPELINE, PEAKS], &[])
     }
 
     /// The same kernels, which multiply with something else instead of decoding: the last of the parts decode with `Run`.

@@ -13,6 +13,11 @@ impl Random {
         Random(seed.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ hash)
     }
 
+    /// A generator whose state begins as `seed`.
+    pub fn from_seed(seed: u64) -> Random {
+        Random(seed)
+    }
+
     /// 64 random bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -20,6 +25,11 @@ impl Random {
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
+    }
+
+    /// An integer below `n`.
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.bits() % n as u64) as usize
     }
 
     /// A number from `low` up to, but not including, `high`.
@@ -41,6 +51,6 @@ impl Random {
 
     /// `len` token ids below `vocab`.
     pub fn tokens(&mut self, len: usize, vocab: usize) -> Vec<u32> {
-        (0..len).map(|_| (self.bits() % vocab as u64) as u32).collect()
+        (0..len).map(|_| self.below(vocab) as u32).collect()
     }
 }

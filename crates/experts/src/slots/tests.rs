@@ -2,20 +2,9 @@
 
 use std::collections::VecDeque;
 
+use testkit::Random;
+
 use super::*;
-
-/// splitmix64.
-struct Rng(u64);
-
-impl Rng {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % n as u64) as usize
-    }
-}
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Simple {
@@ -69,7 +58,7 @@ fn check(slots: &Slots, simple: &[SimpleClass]) {
 fn random_operations_keep_the_books_right() {
     let mut evictions = 0;
     for seed in 0..20 {
-        let mut rng = Rng(seed);
+        let mut rng = Random::from_seed(seed);
         let mut slots = Slots::new(&COUNTS, LAYERS.to_vec(), EXPERTS);
         let mut simple: Vec<SimpleClass> = COUNTS
             .iter()

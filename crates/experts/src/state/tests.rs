@@ -3,25 +3,10 @@
 
 use std::io;
 
+use testkit::Random;
+
 use super::*;
 use crate::layout::{Class, LayerParts, Part};
-
-/// splitmix64.
-struct Rng(u64);
-
-impl Rng {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % n as u64) as usize
-    }
-
-    fn one_in(&mut self, n: usize) -> bool {
-        self.below(n) == 0
-    }
-}
 
 const EXPERTS: usize = 16;
 const USED: usize = 2;
@@ -73,7 +58,7 @@ struct World {
     holds: Vec<Option<u32>>,
     /// Loads that readers are carrying out, and the waits in which they began.
     reading: Vec<(Queued, u64)>,
-    rng: Rng,
+    rng: Random,
     /// One in so many loads fails; 0 for none.
     failing: usize,
     failures: usize,
@@ -90,7 +75,7 @@ impl World {
             layers: layout.layers.len(),
             holds: vec![None; layout.slots()],
             reading: Vec::new(),
-            rng: Rng(seed),
+            rng: Random::from_seed(seed),
             failing,
             failures: 0,
             predicting: false,
@@ -100,7 +85,7 @@ impl World {
 
     /// A reader takes a load, or completes any of those under way; false if there is nothing to do.
     fn read_something(&mut self) -> bool {
-        let begin = self.reading.is_empty() || self.reading.len() < 6 && self.rng.one_in(2);
+        let begin = self.reading.is_empty() || self.reading.len() < 6 && self.rng.below(2) == 0;
         if begin && let Some(queued) = self.state.next_load() {
             for item in &queued.load.items {
                 let pinned = self.state.pinned.iter().any(|pinned| pinned.slot == item.slot);
@@ -116,7 +101,7 @@ impl World {
         }
         let at = self.rng.below(self.reading.len());
         let (queued, began) = self.reading.swap_remove(at);
-        let result = if self.failing > 0 && self.rng.one_in(self.failing) {
+        let result = if self.failing > 0 && self.rng.below(self.failing) == 0 {
             self.failures += 1;
             let source = io::Error::other("it failed");
             Err(Error::Load { file: "f".into(), tensor: "t".to_string(), offset: 0, len: 1, source })
@@ -163,8 +148,8 @@ impl World {
                     self.state.start_scan(walk.layer, another);
                 }
             }
-            if self.predicting && !scan && walk.layer + 1 < self.layers && self.rng.one_in(2) {
-                let likely: Vec<u32> = (0..EXPERTS as u32).filter(|_| self.rng.one_in(4)).collect();
+            if self.predicting && !scan && walk.layer + 1 < self.layers && self.rng.below(2) == 0 {
+                let likely: Vec<u32> = (0..EXPERTS as u32).filter(|_| self.rng.below(4) == 0).collect();
                 self.state.predict(walk.layer + 1, &likely);
             }
         }
@@ -259,9 +244,9 @@ fn any_order_of_reads_and_phases_hands_out_the_right_bytes_and_never_sticks() {
             world.predicting = true;
             let mut walks: Vec<Walk> = Vec::new();
             for _ in 0..400 {
-                if walks.len() < 3 && world.rng.one_in(4) {
-                    let rows = if world.rng.one_in(2) { SCAN } else { FEW };
-                    let follow = if world.rng.one_in(2) { SCAN } else { 0 };
+                if walks.len() < 3 && world.rng.below(4) == 0 {
+                    let rows = if world.rng.below(2) == 0 { SCAN } else { FEW };
+                    let follow = if world.rng.below(2) == 0 { SCAN } else { 0 };
                     walks.push(Walk::new(rows, follow));
                 }
                 match world.rng.below(40) {
@@ -278,7 +263,7 @@ fn any_order_of_reads_and_phases_hands_out_the_right_bytes_and_never_sticks() {
                     continue;
                 }
                 let at = world.rng.below(walks.len());
-                let used: Vec<u32> = (0..EXPERTS as u32).filter(|_| world.rng.one_in(3)).collect();
+                let used: Vec<u32> = (0..EXPERTS as u32).filter(|_| world.rng.below(3) == 0).collect();
                 waves += 1;
                 if !matches!(world.advance(&mut walks[at], &used), Ok(false)) {
                     walks.swap_remove(at);
