@@ -150,7 +150,8 @@ DEVICE void fill(u32 tile, const float *from, int thread) {
         for (int j = 0; j < BATCH; j++) {
             int at = thread + (i + j) * PRODUCERS, row = at / (DIM / 4), column = at % (DIM / 4);
             u32 low = f16_pair(numbers[j].x, numbers[j].y), high = f16_pair(numbers[j].z, numbers[j].w);
-            asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(part_at(tile, row, column / 2) + column % 2 * 8), "r"(low), "r"(high) : "memory");
+            u32 to = part_at(tile, row, column / 2) + column % 2 * 8;
+            asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
         }
     }
 }
