@@ -10,7 +10,7 @@ use quant::Type;
 use redlite_cuda::{Source, Target, compile, sources};
 
 /// Kernels in which a spilled register costs time that shows.
-const HOT: [&str; 19] = [
+const HOT: [&str; 20] = [
     "gemm_store",
     "gemm_add",
     "gemm_scale",
@@ -25,6 +25,7 @@ const HOT: [&str; 19] = [
     "delta_scan",
     "delta_single",
     "attn_mix",
+    "attn_mix_pair",
     "attn_single",
     "few_rows",
     "many_tiles",

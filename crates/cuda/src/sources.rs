@@ -19,6 +19,7 @@ const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
 const CELLS: &str = include_str!("../kernels/cells.cu");
 const ATTENTION: &str = include_str!("../kernels/attention.cu");
+const MIX: &str = include_str!("../kernels/mix.cu");
 const PEAKS: &str = include_str!("../kernels/peaks.cu");
 const FETCH: &str = include_str!("../kernels/fetch.cu");
 
@@ -174,6 +175,13 @@ pub(crate) fn scan_stages(target: &Target, dim: usize) -> usize {
     if scan_shared(dim, 2) <= target.shared { 2 } else { 1 }
 }
 
+/// Bytes of shared memory of attention by pairs of heads of `dim`: the queries of 64 rows of both, five tiles of 64 keys or
+/// values. `None` for other heads, and for GPUs that cannot hand registers from one warp to another or lack the shared memory.
+pub(crate) fn mix_shared(target: &Target, dim: usize) -> Option<usize> {
+    let bytes = (2 + 5) * 64 * dim * 2 + 5 * BARRIER_BYTES;
+    (target.arch == "sm_90a" && dim == 256 && bytes <= target.shared).then_some(bytes)
+}
+
 impl Source {
     /// A file name that holds all that its code depends on, except for the compiler's version: an older result is as good.
     pub fn file_name(&self) -> String {
@@ -272,7 +280,11 @@ impl Source {
     pub fn attention(target: &Target, dim: usize, kv: KvType) -> Source {
         let single = i32::from(kv == KvType::F32);
         let defines = [format!("DIM={dim}"), format!("KV_F32={single}")];
-        Source::new(target, "attention".to_string(), &[COMMON, ATTENTION], &defines)
+        let mut parts = vec![COMMON, ATTENTION];
+        if mix_shared(target, dim).is_some() {
+            parts.extend([PIPELINE, MIX]);
+        }
+        Source::new(target, "attention".to_string(), &parts, &defines)
     }
 
     /// Decoding, of one type.
