@@ -22,8 +22,8 @@ enum Then { STORE, ADD, SCALE, GATED, SPLIT };
 struct __align__(128) Map { u64 words[16]; };
 
 struct Dense {
-    Map a;              // [m, 1, k]; SPLIT: [m, 2, k], low and high; in boxes of 64 · GROUPS / CN rows
-    Map b;              // [n, 1, k]; SPLIT: [n, 2, k], high and low; GATED: [2 n, 1, k], gate rows first; of WIDTH / 2 rows
+    Map a[2];           // [m, k], in boxes of 64 · GROUPS / CN rows; SPLIT: low and high, else the first alone
+    Map b[2];           // [n, k], in boxes of WIDTH / 2 rows; SPLIT: high and low; GATED: [2 n, k], gate rows first
     Map out;            // f32 [m, n]; GATED: bf16; in boxes of 16 rows of 128 bytes
     const float *scale; // SCALE: of each row
     int m, n, k;
@@ -72,17 +72,16 @@ template <class K> struct Walk {
     }
 };
 
-/// Brings the box of a matrix that begins at (row, part, column), to the same place in all blocks of the cluster that `mask`
-/// names.
-template <bool MANY> DEVICE void bring(u32 to, const Map &map, int row, int part, int column, u32 barrier, u16 mask) {
+/// Brings the box of a matrix that begins at (row, column), to the same place in all blocks of the cluster that `mask` names.
+template <bool MANY> DEVICE void bring(u32 to, const Map &map, int row, int column, u32 barrier, u16 mask) {
     if (MANY) {
-        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                     "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(&map), "r"(column), "r"(part), "r"(row),
-                     "r"(barrier), "h"(mask) : "memory");
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                     "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier),
+                     "h"(mask) : "memory");
     } else {
-        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                     "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(&map), "r"(column), "r"(part), "r"(row),
-                     "r"(barrier) : "memory");
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                     "[%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier)
+                     : "memory");
     }
 }
 
@@ -96,12 +95,12 @@ template <class K> DEVICE void produce_step(const Dense &p, const Walk<K> &tile,
     u32 full = Ring<K>::full(ring), to = Ring<K>::stage(ring);
     barrier_wait(Ring<K>::empty(ring), ring.parity ^ 1);
     barrier_expect(full, K::STAGE);
-    bring<(CN > 1)>(to + column * A_ROWS * ROW_BYTES, p.a, tile.m + column * A_ROWS, part, k, full, beside);
+    bring<(CN > 1)>(to + column * A_ROWS * ROW_BYTES, p.a[part], tile.m + column * A_ROWS, k, full, beside);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (CM > 1 && half != row) continue;
         int n = tile.n + half * (K::THEN == GATED ? p.n : B_ROWS);
-        bring<(CM > 1)>(to + K::A_BYTES + half * B_ROWS * ROW_BYTES, p.b, n, part, k, full, below);
+        bring<(CM > 1)>(to + K::A_BYTES + half * B_ROWS * ROW_BYTES, p.b[part], n, k, full, below);
     }
     Ring<K>::advance(ring);
 }
@@ -262,12 +261,11 @@ template <class K> DEVICE void dense(const Dense &p) {
     cluster_sync(); // nobody leaves while others may tell it something
 }
 
-// A tile's first 64 rows in a group of warps each; the cluster's tiles lie below one another.
-template <Then THEN> using Large = Kind<THEN, 2, 256, 2, 1>;
-template <Then THEN> using Medium = Kind<THEN, 2, 128, 2, 1>;
-template <Then THEN> using Small = Kind<THEN, 1, 128, 2, 1>;
+template <Then THEN> using Large = Kind<THEN, 2, 256, 1, 1>;
+template <Then THEN> using Medium = Kind<THEN, 2, 128, 1, 1>;
+template <Then THEN> using Small = Kind<THEN, 1, 128, 1, 1>;
 
-#define PAIR(ROWS) KERNEL __launch_bounds__(2 * ROWS + 32, 1) __cluster_dims__(2, 1, 1) void
+#define PAIR(ROWS) KERNEL __launch_bounds__(2 * ROWS + 32, 1) void
 
 /// out = a bᵀ.
 PAIR(128) dense_store_128x256(__grid_constant__ const Dense p) { dense<Large<STORE>>(p); }

@@ -48,6 +48,7 @@ use cudarc::driver::DriverError;
 use model::{Capabilities, Limits, Model, ResidentWeights, Stage};
 
 pub use compile::compile;
+pub use dense::products;
 pub use driver::count;
 use driver::{Device, Event, Module, Pinned, failed};
 pub use error::{Error, Result};
@@ -56,6 +57,7 @@ pub use fetch::{Fetching, PinnedExperts};
 use graph::Graphs;
 use kernels::{Kernels, WeightKernels};
 pub use kernels::{package, sources};
+pub use linear::Product;
 use open::{Buffers, Open, Scratch};
 use pace::Pace;
 pub use pipeline::Pipeline;

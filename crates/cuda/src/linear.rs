@@ -72,10 +72,12 @@ pub(crate) struct Gemm {
     pub(crate) used: i32,
 }
 
-/// A product that is not grouped, and what becomes of the results.
+/// A product of many rows with one matrix, and what becomes of the results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Product {
+pub enum Product {
+    /// Stored.
     Store,
+    /// Added to what is there.
     Add,
     /// Times a number for each row.
     Scale,
