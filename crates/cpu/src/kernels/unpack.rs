@@ -124,12 +124,6 @@ fn q8_0(block: &[u8; 34], q: &mut [u8; 32], scales: &mut [f32; 1], _: &mut [f32;
     *q = std::array::from_fn(|i| bytes[i] ^ 0x80);
 }
 
-/// `x` where the lowest bit is set, else 0: unlike a product of bytes, vector units can do it.
-#[inline(always)]
-fn where_set(bits: u8, x: u8) -> u8 {
-    (bits & 1).wrapping_neg() & x
-}
-
 #[inline(always)]
 fn q2_k(block: &[u8; 84], q: &mut [u8; 256], scales: &mut [f32; 8], offsets: &mut [f32; 16]) {
     let (d, m) = (half_at(block, 80), half_at(block, 82));
@@ -137,35 +131,33 @@ fn q2_k(block: &[u8; 84], q: &mut [u8; 256], scales: &mut [f32; 8], offsets: &mu
     for (half, offset) in offsets.iter_mut().enumerate() {
         *offset = -(m * f32::from(block[half] >> 4));
     }
-    for (half, q) in q.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-        let (run, scale) = (half / 2, block[half] & 15);
-        let bytes: &[u8; 16] =
-            block[16 + run / 4 * 32 + half % 2 * 16..].first_chunk().expect("in the block");
-        for (q, byte) in q.iter_mut().zip(bytes) {
-            let code = byte >> (run % 4 * 2);
-            *q = 0x80 + where_set(code, scale) + where_set(code >> 1, 2 * scale);
-        }
+    for (i, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        let bytes: &[u8; 32] = block[16 + i / 4 * 32..].first_chunk().expect("in the block");
+        let factors = halves([block[2 * i] & 15, block[2 * i + 1] & 15]);
+        *q = std::array::from_fn(|j| (bytes[j] >> (i % 4 * 2) & 3).wrapping_mul(factors[j]) | 0x80);
     }
+}
+
+/// A number for each half of 32.
+#[inline(always)]
+fn halves([a, b]: [u8; 2]) -> [u8; 32] {
+    let mut all = [a; 32];
+    all[16..].fill(b);
+    all
 }
 
 #[inline(always)]
 fn q3_k(block: &[u8; 110], q: &mut [u8; 256], scales: &mut [f32; 8], _: &mut [f32; 8]) {
     // Minus a weight times its scale reaches from -128 to 124, the product itself would not fit.
     *scales = [-half_at(block, 108); 8];
-    let factors = q3_k_scales(block);
-    for (half, q) in q.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-        let (run, factor) = (half / 2, factors[half] as u8);
-        let third: &[u8; 16] = block[half % 2 * 16..].first_chunk().expect("in the block");
-        let bytes: &[u8; 16] =
-            block[32 + run / 4 * 32 + half % 2 * 16..].first_chunk().expect("in the block");
-        // In eight bits, in which the intermediate results need not fit.
-        let two = factor.wrapping_mul(2);
-        let four = two.wrapping_mul(2);
-        let most = four.wrapping_add(0x80);
-        for ((q, byte), third) in q.iter_mut().zip(bytes).zip(third) {
-            let code = byte >> (run % 4 * 2);
-            let low = most.wrapping_sub(where_set(code, factor)).wrapping_sub(where_set(code >> 1, two));
-            *q = low.wrapping_sub(where_set(third >> run, four));
+    let (factors, third) = (q3_k_scales(block), block.first_chunk::<32>().expect("in the block"));
+    for (i, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        let bytes: &[u8; 32] = block[32 + i / 4 * 32..].first_chunk().expect("in the block");
+        let factors = halves([factors[2 * i] as u8, factors[2 * i + 1] as u8]);
+        for (j, q) in q.iter_mut().enumerate() {
+            let value = (bytes[j] >> (i % 4 * 2) & 3) | (third[j] >> i & 1) << 2;
+            // In eight bits, in which the intermediate results need not fit.
+            *q = 4u8.wrapping_sub(value).wrapping_mul(factors[j]).wrapping_add(0x80);
         }
     }
 }
