@@ -76,8 +76,8 @@ struct Experts {
 impl Experts {
     fn new(ty: Type, random: &mut Random) -> Experts {
         let len = 2 * N * ty.bytes(K).expect("whole blocks");
-        // One of small numbers, again and again.
-        let one: Vec<u8> = (0..len).map(|_| random.next() as u8 & 0x2f).collect();
+        // One of bytes that make numbers of middling size in every type, again and again.
+        let one: Vec<u8> = (0..len).map(|_| random.next() as u8 & 15 | 0x30).collect();
         Experts { ty, bytes: one.repeat(FAR / len), next: 0 }
     }
 

@@ -247,12 +247,9 @@ pub(super) fn fill_with(
         let mut scales = [0.0; COLUMNS / 16];
         let mut offsets = [0.0; COLUMNS / 16];
         unpack(bytes, &mut natural[..columns], &mut scales, &mut offsets);
-        for run in 0..runs {
-            panel.scales[run][row] = scales[run];
-        }
-        for offset in 0..columns / GROUP * form.offsets {
-            panel.offsets[offset][row] = offsets[offset];
-        }
+        let count = columns / GROUP * form.offsets;
+        panel.scales[..runs].iter_mut().zip(scales).for_each(|(to, scale)| to[row] = scale);
+        panel.offsets[..count].iter_mut().zip(offsets).for_each(|(to, offset)| to[row] = offset);
     }
     transpose(&natural, columns, panel);
 }

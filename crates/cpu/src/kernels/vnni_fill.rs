@@ -2,6 +2,8 @@
 //!
 //! The same results as the functions of [`super::int8`], bit for bit.
 
+#![allow(clippy::needless_range_loop)] // indices into several arrays of registers at once
+
 use std::arch::x86_64::*;
 
 use quant::Type;
