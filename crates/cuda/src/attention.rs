@@ -7,7 +7,7 @@ use model::{AttentionWeights, GRID, Mixer};
 
 use crate::Cuda;
 use crate::few::{Input, side_by_side};
-use crate::linear::Then;
+use crate::linear::Product;
 use crate::open::{Open, attention_columns};
 use crate::weights::Matrix;
 
@@ -113,7 +113,7 @@ impl Cuda {
             self.few(&side_by_side(&matrices, projected), input, stride, false)?;
         } else {
             let x = self.mixer_input(open, layer, &rows)?;
-            self.gemm(&matrices, x, (projected, stride), Then::Store)?;
+            self.gemm(&matrices, x, (projected, stride), Product::Store)?;
         }
         let spec = &self.model.spec;
         let attention = &spec.attention;

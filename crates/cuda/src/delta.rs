@@ -7,7 +7,7 @@ use model::{DeltaWeights, GRID, Mixer};
 
 use crate::Cuda;
 use crate::few::{Input, Output, side_by_side};
-use crate::linear::{Rows, Then};
+use crate::linear::{Product, Rows};
 use crate::open::{Open, delta_columns};
 use crate::sources::{prepare_shared, scan_shared, scan_stages};
 use crate::weights::Matrix;
@@ -142,7 +142,7 @@ impl Cuda {
             return self.few(&outputs, self.few_input(open, layer, &rows), stride, false);
         }
         let x = self.mixer_input(open, layer, &rows)?;
-        self.gemm(&[qkv, z, beta_alpha], x, (out, stride), Then::Store)
+        self.gemm(&[qkv, z, beta_alpha], x, (out, stride), Product::Store)
     }
 
     pub(crate) fn delta_out_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
@@ -173,7 +173,7 @@ impl Cuda {
             let output = Output { matrix, out: to, exact: false };
             return self.few(&[output], (single, x.count), hidden, true);
         }
-        self.gemm(&[matrix], x, (to, hidden), Then::Add)
+        self.gemm(&[matrix], x, (to, hidden), Product::Add)
     }
 
     pub(crate) fn delta_mix_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {

@@ -12,6 +12,7 @@ const RUNS: &str = include_str!("../kernels/runs.cuh");
 const WEIGHTS: &str = include_str!("../kernels/weights.cu");
 const PIPELINE: &str = include_str!("../kernels/pipeline.cuh");
 const GEMM: &str = include_str!("../kernels/gemm.cu");
+const DENSE: &str = include_str!("../kernels/dense.cu");
 const EXPERTS: &str = include_str!("../kernels/experts.cu");
 const FEW: &str = include_str!("../kernels/few.cu");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
@@ -217,6 +218,13 @@ impl Source {
             &[COMMON, PIPELINE, GEMM],
             &[format!("STAGES={}", gemm_stages(target).0)],
         )
+    }
+
+    /// Products of many rows with one matrix whose tiles the copy engine brings, on Hopper.
+    pub fn dense(target: &Target) -> Option<Source> {
+        let define = format!("ROOM={}", target.shared);
+        let parts = [COMMON, PIPELINE, DENSE];
+        (target.arch == "sm_90a").then(|| Source::new(target, "dense".to_string(), &parts, &[define]))
     }
 
     /// Products of the pairs of experts whose weights are blocks of `ty`, if this GPU has the shared memory for them.
