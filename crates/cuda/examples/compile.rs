@@ -10,7 +10,7 @@ use quant::Type;
 use redlite_cuda::{Source, Target, compile, sources};
 
 /// Kernels in which a spilled register costs time that shows.
-const HOT: [&str; 35] = [
+const HOT: [&str; 36] = [
     "gemm_store",
     "gemm_add",
     "gemm_scale",
@@ -41,6 +41,7 @@ const HOT: [&str; 35] = [
     "delta_scan",
     "delta_single",
     "attn_mix",
+    "attn_mix_pair",
     "attn_single",
     "few_rows",
     "many_tiles",

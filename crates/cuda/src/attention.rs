@@ -144,9 +144,22 @@ impl Cuda {
                 rows: part.len() as i32,
                 position: open.pass.runs[index].position(part.start) as i32,
             };
-            let grid = (attention.heads, part.len().div_ceil(GRID), 1);
-            let shared = 3 * GRID * attention.head_dim * 2;
-            self.device.launch(&self.kernels.attn_mix, grid, 128, shared, &p)?;
+            let tiles = part.len().div_ceil(GRID);
+            match &self.kernels.attn_mix_pair {
+                Some((kernel, shared)) if attention.heads / attention.kv_heads % 2 == 0 => {
+                    self.device.launch(kernel, (attention.heads / 2, tiles, 1), 3 * 128, *shared, &p)?;
+                }
+                _ => {
+                    let shared = 3 * GRID * attention.head_dim * 2;
+                    self.device.launch(
+                        &self.kernels.attn_mix,
+                        (attention.heads, tiles, 1),
+                        128,
+                        shared,
+                        &p,
+                    )?;
+                }
+            }
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use crate::Cuda;
 use crate::few::{Input, Output, side_by_side};
 use crate::linear::{Product, Rows};
 use crate::open::{Open, delta_columns};
-use crate::sources::{scan_shared, scan_stages};
+use crate::sources::{prepare_shared, scan_shared, scan_stages};
 use crate::weights::Matrix;
 
 type Done = Result<(), DriverError>;
@@ -254,9 +254,7 @@ impl Cuda {
             first_offset,
             rows,
         };
-        let shared =
-            3 * GRID * (dim + 8) * 2 + 2 * GRID * GRID * 4 + 2 * GRID * (GRID + 8) * 2 + 2 * GRID * 4;
-        device.launch(&self.kernels.delta_prepare, (cells, heads, 1), 128, shared, &prepare)?;
+        device.launch(&self.kernels.delta_prepare, (cells, heads, 1), 128, prepare_shared(dim), &prepare)?;
         let scan = Scan {
             shape,
             mixed,
@@ -271,7 +269,7 @@ impl Cuda {
             cells: cells as i32,
         };
         let shared = scan_shared(dim, scan_stages(&self.target, dim));
-        device.launch(&self.kernels.delta_scan, (heads, dim / 32, 1), 128, shared, &scan)?;
+        device.launch(&self.kernels.delta_scan, (heads, dim / 32, 1), 256, shared, &scan)?;
         let window = Window { shape, projected, old: stretch.slot, window: stretch.slot, rows };
         device.launch(&self.kernels.delta_window, (spec.channels().div_ceil(128), 1, 1), 128, 0, &window)
     }

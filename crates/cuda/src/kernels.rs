@@ -10,7 +10,7 @@ use crate::compile;
 use crate::dense::DenseKernels;
 use crate::driver::{Device, Function, Module, failed};
 use crate::error::Result;
-use crate::sources::{PAIR_TILES, PairTiles, Source, Target, pair_buffers};
+use crate::sources::{PAIR_TILES, PairTiles, Source, Target, mix_shared, pair_buffers};
 
 /// Kernels that touch weights of one type.
 pub(crate) struct WeightKernels {
@@ -56,6 +56,8 @@ pub(crate) struct Kernels {
     pub(crate) attn_rotations: Function,
     pub(crate) attn_prepare: Function,
     pub(crate) attn_mix: Function,
+    /// The same of two heads that share a kv head, where there is one, and its bytes of shared memory.
+    pub(crate) attn_mix_pair: Option<(Function, usize)>,
     pub(crate) attn_single: Function,
     pub(crate) attn_join: Function,
     pub(crate) few_rows: Function,
@@ -147,6 +149,9 @@ impl Kernels {
             attn_rotations: find(&attention, "attn_rotations")?,
             attn_prepare: early(&attention, "attn_prepare")?,
             attn_mix: find(&attention, "attn_mix")?,
+            attn_mix_pair: mix_shared(target, model.spec.attention.head_dim)
+                .map(|shared| Ok::<_, crate::Error>((find(&attention, "attn_mix_pair")?, shared)))
+                .transpose()?,
             attn_single: early(&attention, "attn_single")?,
             attn_join: early(&attention, "attn_join")?,
             few_rows: early(&few, "few_rows")?,
