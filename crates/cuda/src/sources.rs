@@ -179,7 +179,7 @@ pub(crate) fn scan_stages(target: &Target, dim: usize) -> usize {
 /// Bytes of shared memory of attention by pairs of heads of `dim`: the queries of 64 rows of both, five tiles of 64 keys or
 /// values. `None` for other heads, and for GPUs that cannot hand registers from one warp to another or lack the shared memory.
 pub(crate) fn mix_shared(target: &Target, dim: usize) -> Option<usize> {
-    let bytes = (2 + 5) * 64 * dim * 2 + 5 * BARRIER_BYTES;
+    let bytes = (2 + 5) * 64 * dim * 2 + (1 + 5) * BARRIER_BYTES;
     (target.arch == "sm_90a" && dim == 256 && bytes <= target.shared).then_some(bytes)
 }
 
