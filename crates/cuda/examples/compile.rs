@@ -10,11 +10,7 @@ use quant::Type;
 use redlite_cuda::{Source, Target, compile, sources};
 
 /// Kernels in which a spilled register costs time that shows.
-<<<<<<< HEAD
-const HOT: [&str; 36] = [
-=======
 const HOT: &[&str] = &[
->>>>>>> main
     "gemm_store",
     "gemm_add",
     "gemm_scale",

@@ -229,32 +229,32 @@ template <class K> DEVICE void dense(const Dense &p) {
 }
 
 template <Then THEN> using Large = Kind<THEN, 2, 256, 1>;
-template <Then THEN> using Medium = Kind<THEN, 2, 128, 1>;
+template <Then THEN> using Medium = Kind<THEN, 2, 128, 2>;
 template <Then THEN> using Small = Kind<THEN, 1, 128, 1>;
 
-#define ROWS(COUNT) KERNEL __launch_bounds__(2 * COUNT + 32, 1) void
+#define THREADS(COUNT, BLOCKS) KERNEL __launch_bounds__(COUNT, BLOCKS) void
 
 /// out = a bᵀ.
-ROWS(128) dense_store_128x256(__grid_constant__ const Dense p) { dense<Large<STORE>>(p); }
-ROWS(128) dense_store_128x128(__grid_constant__ const Dense p) { dense<Medium<STORE>>(p); }
-ROWS(64) dense_store_64x128(__grid_constant__ const Dense p) { dense<Small<STORE>>(p); }
+THREADS(288, 1) dense_store_128x256(__grid_constant__ const Dense p) { dense<Large<STORE>>(p); }
+THREADS(288, 2) dense_store_128x128(__grid_constant__ const Dense p) { dense<Medium<STORE>>(p); }
+THREADS(160, 1) dense_store_64x128(__grid_constant__ const Dense p) { dense<Small<STORE>>(p); }
 
 /// out += a bᵀ.
-ROWS(128) dense_add_128x256(__grid_constant__ const Dense p) { dense<Large<ADD>>(p); }
-ROWS(128) dense_add_128x128(__grid_constant__ const Dense p) { dense<Medium<ADD>>(p); }
-ROWS(64) dense_add_64x128(__grid_constant__ const Dense p) { dense<Small<ADD>>(p); }
+THREADS(288, 1) dense_add_128x256(__grid_constant__ const Dense p) { dense<Large<ADD>>(p); }
+THREADS(288, 2) dense_add_128x128(__grid_constant__ const Dense p) { dense<Medium<ADD>>(p); }
+THREADS(160, 1) dense_add_64x128(__grid_constant__ const Dense p) { dense<Small<ADD>>(p); }
 
 /// out = scale · a bᵀ.
-ROWS(128) dense_scale_128x256(__grid_constant__ const Dense p) { dense<Large<SCALE>>(p); }
-ROWS(128) dense_scale_128x128(__grid_constant__ const Dense p) { dense<Medium<SCALE>>(p); }
-ROWS(64) dense_scale_64x128(__grid_constant__ const Dense p) { dense<Small<SCALE>>(p); }
+THREADS(288, 1) dense_scale_128x256(__grid_constant__ const Dense p) { dense<Large<SCALE>>(p); }
+THREADS(288, 2) dense_scale_128x128(__grid_constant__ const Dense p) { dense<Medium<SCALE>>(p); }
+THREADS(160, 1) dense_scale_64x128(__grid_constant__ const Dense p) { dense<Small<SCALE>>(p); }
 
 /// out = SiLU(a gateᵀ) ⊙ (a upᵀ), as bf16.
-ROWS(128) dense_gated_128x256(__grid_constant__ const Dense p) { dense<Large<GATED>>(p); }
-ROWS(128) dense_gated_128x128(__grid_constant__ const Dense p) { dense<Medium<GATED>>(p); }
-ROWS(64) dense_gated_64x128(__grid_constant__ const Dense p) { dense<Small<GATED>>(p); }
+THREADS(288, 1) dense_gated_128x256(__grid_constant__ const Dense p) { dense<Large<GATED>>(p); }
+THREADS(288, 2) dense_gated_128x128(__grid_constant__ const Dense p) { dense<Medium<GATED>>(p); }
+THREADS(160, 1) dense_gated_64x128(__grid_constant__ const Dense p) { dense<Small<GATED>>(p); }
 
 /// out = a bᵀ of factors that are sums of two, but for low · low.
-ROWS(128) dense_split_128x256(__grid_constant__ const Dense p) { dense<Large<SPLIT>>(p); }
-ROWS(128) dense_split_128x128(__grid_constant__ const Dense p) { dense<Medium<SPLIT>>(p); }
-ROWS(64) dense_split_64x128(__grid_constant__ const Dense p) { dense<Small<SPLIT>>(p); }
+THREADS(288, 1) dense_split_128x256(__grid_constant__ const Dense p) { dense<Large<SPLIT>>(p); }
+THREADS(288, 2) dense_split_128x128(__grid_constant__ const Dense p) { dense<Medium<SPLIT>>(p); }
+THREADS(160, 1) dense_split_64x128(__grid_constant__ const Dense p) { dense<Small<SPLIT>>(p); }
