@@ -13,7 +13,9 @@ const WEIGHTS: &str = include_str!("../kernels/weights.cu");
 const PIPELINE: &str = include_str!("../kernels/pipeline.cuh");
 const GEMM: &str = include_str!("../kernels/gemm.cu");
 const EXPERTS: &str = include_str!("../kernels/experts.cu");
+const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
+const FEW_EXPERTS: &str = include_str!("../kernels/few_experts.cu");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
@@ -224,7 +226,7 @@ impl Source {
     /// Products with few rows, of all types of a model; their numbers are the places in `types`.
     pub fn few(target: &Target, types: &[Type]) -> Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
-        let parts = [COMMON, &codebooks(types), TYPES, RUNS, ROUTE, FEW];
+        let parts = [COMMON, &codebooks(types), TYPES, RUNS, ROUTE, FEW_ROWS, FEW, FEW_EXPERTS];
         let name = format!("few {}", names.join(" "));
         Source::new(target, name, &parts, &[format!("TYPES={}", names.join(",")), "COPIES=1".to_string()])
     }
