@@ -21,6 +21,7 @@ mod driver;
 mod error;
 mod fetch;
 mod few;
+mod few_experts;
 mod graph;
 mod grouped;
 mod head;
