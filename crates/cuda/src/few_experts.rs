@@ -68,6 +68,8 @@ struct ExpertsDown {
     room_at: i32,
     shared_at: i32,
     stages_at: i32,
+    shared_bytes: i32,
+    unused: i32,
 }
 
 /// Warps that share the columns of an item of `experts_up`, and items at a time in a block of it, at most.
@@ -81,20 +83,28 @@ const ROWS_OF_BLOCK: usize = 8;
 const DOWN_WARPS: usize = 22;
 
 /// Bytes of planes of a span of x.
-const PLANES: usize = 784;
+const PLANES: usize = 544;
+
+/// Bytes of zeros that shared memory begins with.
+const ZEROS: usize = 256;
 
 /// Shared memory of a block beside what is asked for: the kernels' own, and the system's.
 const STATIC: usize = 8 << 10;
 
-/// Bytes of `rows` rows of a span in shared memory; plain numbers are read where they lie.
-fn staged(ty: Type, rows: usize) -> usize {
-    if ty.block_len() == 1 { 0 } else { rows * few_window(ty.bytes(SPAN).expect("whole blocks")) }
+/// Bytes of where a step's rows come from, and of what it is.
+const ROWS_BYTES: usize = 144;
+
+/// Bytes of `rows` rows of `spans` spans in shared memory; plain numbers are read where they lie.
+fn staged(ty: Type, rows: usize, spans: usize) -> usize {
+    if ty.block_len() == 1 { 0 } else { rows * few_window(ty.bytes(spans * SPAN).expect("whole blocks")) }
 }
 
 /// Where tables of two types lie, and where they end.
 fn tables(first: Type, second: Type) -> ([i32; 2], usize) {
-    let end = whole_table_bytes(first);
-    if first == second { ([0, 0], end) } else { ([0, end as i32], end + whole_table_bytes(second)) }
+    let end = ZEROS + whole_table_bytes(first);
+    let (second_at, end) =
+        if first == second { (ZEROS, end) } else { (end, end + whole_table_bytes(second)) };
+    ([ZEROS as i32, second_at as i32], end)
 }
 
 impl Cuda {
@@ -138,19 +148,23 @@ impl Cuda {
         let of_row = width.div_ceil(8) * used;
         let items = of_row * rows;
         let (table_at, planes_at) = tables(gate.ty, up.ty);
-        let planes = PARTS * cols.div_ceil(SPAN * PARTS) * PLANES;
-        let stage_bytes = staged(gate.ty, 8) + staged(up.ty, 8);
-        let rows_of_block = |groups: usize| ROWS_OF_BLOCK.min(PARTS * groups).min(rows);
+        let spans = cols.div_ceil(SPAN * PARTS);
+        let planes = PARTS * spans * PLANES;
+        let stage_bytes = ROWS_BYTES + staged(gate.ty, 8, spans) + staged(up.ty, 8, spans);
+        let processors = self.device.processors as usize;
+        // Neighbouring items, of not more rows than a block can choose for.
+        let rows_of_block = |groups: usize| {
+            let each = items.div_ceil(processors).max(groups);
+            ROWS_OF_BLOCK.min(PARTS * groups).min(rows).min((each - 1) / of_row + 2)
+        };
         let keys_bytes = |groups: usize| (4 * rows_of_block(groups) * spec.moe.experts).next_multiple_of(16);
         let needed = |groups: usize, stages: usize| {
             planes_at + groups * (planes + PARTS * stages * stage_bytes) + keys_bytes(groups) + SLACK
         };
         let fits = |groups: usize, stages: usize| needed(groups, stages) + STATIC <= self.device.shared;
-        let processors = self.device.processors as usize;
         let most = GROUPS.min(items.div_ceil(processors));
         let groups = (1..=most).rev().find(|&groups| fits(groups, 2)).unwrap_or(1);
         let stages = if fits(groups, 3) { 3 } else { 2 };
-        // Neighbouring items, of not more rows than a block can choose for.
         let limit = ((rows_of_block(groups) - 1) * of_row).max(groups);
         let blocks = items.div_ceil(groups).min(processors).max(items.div_ceil(limit));
         let keys_at = planes_at + groups * planes;
@@ -198,8 +212,9 @@ impl Cuda {
         let steps = spec.moe.used * down.cols.div_ceil(SPAN) + shared.cols.div_ceil(SPAN);
         let (table_at, room_at) = tables(down.ty, shared.ty);
         let shared_at = room_at + 2 * 4 * steps * TILE;
-        let planes_at = shared_at + shared.cols.div_ceil(SPAN) * staged(shared.ty, TILE);
-        let stage_bytes = staged(down.ty, TILE) + 4 * SPAN;
+        let shared_bytes = ROWS_BYTES + staged(shared.ty, TILE, 1);
+        let planes_at = shared_at + shared.cols.div_ceil(SPAN) * shared_bytes;
+        let stage_bytes = ROWS_BYTES + staged(down.ty, TILE, 1) + 4 * SPAN;
         let needed =
             |warps: usize, stages: usize| planes_at + warps * (PLANES + stages * stage_bytes) + SLACK;
         let fits = |warps: usize, stages: usize| needed(warps, stages) + STATIC <= self.device.shared;
@@ -234,6 +249,8 @@ impl Cuda {
             room_at: room_at as i32,
             shared_at: shared_at as i32,
             stages_at: (planes_at + warps * PLANES) as i32,
+            shared_bytes: shared_bytes as i32,
+            unused: 0,
         };
         let grid = (spec.hidden.div_ceil(TILE), rows.div_ceil(FEW), 1);
         self.device.launch(&self.kernels.experts_down, grid, 32 * warps, needed(warps, stages), &p)

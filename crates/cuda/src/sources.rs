@@ -111,10 +111,9 @@ pub(crate) fn table_bytes(ty: Type) -> usize {
 pub(crate) fn whole_table_bytes(ty: Type) -> usize {
     let entries = match ty {
         Type::IQ1_S | Type::IQ1_M => codebook::IQ1_GRID.len() * 4,
-        Type::IQ2_XXS => (codebook::IQ2_XXS_GRID.len() + 128) * 32,
+        Type::IQ2_XXS | Type::IQ3_XXS => 2 * 256 * 32,
         Type::IQ2_XS => codebook::IQ2_XS_GRID.len() * 16 + 128 * 32,
         Type::IQ2_S => codebook::IQ2_S_GRID.len() * 8 + 256 * 16,
-        Type::IQ3_XXS => (codebook::IQ3_XXS_GRID.len() + 128) * 32,
         Type::IQ3_S => codebook::IQ3_S_GRID.len() * 16,
         Type::IQ4_NL | Type::IQ4_XS | Type::MXFP4 => 256 * 32,
         _ => 0,
