@@ -13,6 +13,7 @@
 
 const int UP_PARTS = 4;       // warps that share the columns of an item of `experts_up`
 const int UP_THREADS = 640;   // of a block of it, at most
+const int UP_ROUND = 8;       // items whose sums it keeps, before its warps add them up
 const int DOWN_THREADS = 704; // of a block of `experts_down`, at most
 const int SPAN = 256;         // columns
 const int PLANE = 264;        // bytes of a plane of a span of x, so that two lie in different banks
@@ -96,7 +97,7 @@ DEVICE void store_planes(u8 *planes, const float x[8]) {
     u32 most = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) most = max(most, __float_as_uint(x[i]) & 0x7fffffffu);
-    most = __reduce_max_sync(~0u, most);
+    most = __reduce_max_sync(~0u, most); // behind which all have read x
     // The largest becomes 127 · 256. What is next to nothing becomes that; what is no number stays none.
     bool none = most < 0x0d000000u;
     float largest = __uint_as_float(most), up = none ? 0.0f : __fdividef(32512.0f, largest);
@@ -280,8 +281,7 @@ struct ExpertsUp {
     float *shared_out;                      // [count, shared_cols]: SiLU(gate) ⊙ up
     int width, cols, experts, used, logits_stride, count, shared_cols, down_bytes; // of the down matrix of an expert
     int stages, stage_bytes;                // steps in shared memory for each warp: two or three
-    int table_at[2], planes_at, keys_at, stages_at;
-    int unused;
+    int table_at[2], planes_at, keys_at, room_at, stages_at;
 };
 
 /// Asks for part `part` of `parts` of some bytes in the second cache, by one thread.
@@ -297,11 +297,11 @@ const int ROWS_OF_BLOCK = 8; // of x, at most
 
 /// Chooses the experts of rows, and computes 8 inner numbers of one of them at a time, an item, by UP_PARTS warps. Any grid: blocks
 /// take neighbouring items, of not more than ROWS_OF_BLOCK rows. Shared memory: tables, for each warp planes of its columns, keys
-/// of `choose` for each row of a block, for each warp its steps.
+/// of `choose` for each row of a block, sums of a round of items, for each warp its steps.
 KERNEL __launch_bounds__(UP_THREADS, 1) void experts_up(__grid_constant__ const ExpertsUp p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ u32 ids[ROWS_OF_BLOCK][32], order[ROWS_OF_BLOCK][32];
-    __shared__ float weights[ROWS_OF_BLOCK][32], room[2][UP_THREADS / 32][16];
+    __shared__ float weights[ROWS_OF_BLOCK][32];
     next();
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / UP_PARTS, part = warp % UP_PARTS;
     int groups = blockDim.x / 32 / UP_PARTS;
@@ -380,41 +380,58 @@ KERNEL __launch_bounds__(UP_THREADS, 1) void experts_up(__grid_constant__ const 
         long from = (long)(i / p.shared_cols) * p.logits_stride + i % p.shared_cols;
         p.shared_out[i] = silu(p.shared_gate[from]) * p.shared_up[from];
     }
+    // Sums of a round's items, of the parts of each; and what the items are.
+    float *room = (float *)(shared + p.room_at) + group * UP_ROUND * (UP_PARTS * TILE + 1);
+    u32 *whats = (u32 *)room + UP_ROUND * UP_PARTS * TILE;
+    auto together = [&]() { asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(32 * UP_PARTS) : "memory"); };
+    int kept = UP_ROUND;
 #pragma unroll 1
-    for (int turn = 0;; turn ^= 1) {
-        __syncwarp();
-        int step = stages + slot * p.stage_bytes;
-        u32 what = what_of(shared + step)->x;
-        if (what == NOTHING) break;
-        int row = first_row + (what >> 29);
-        if (row != staged) {
-            stage_x(row);
-            staged = row;
-        }
-        step_wait(p.stages);
-        float sums[2] = {};
-        // Matrices of two types: each by itself, and half of that is left unused.
+    while (kept == UP_ROUND) {
 #pragma unroll 1
-        for (int i = 0; i <= (int)mixed; i++) {
-            float both[2] = {};
-            multiply_step(both, i ? p.up.type : p.gate.type, shared, step, own, i, mixed ? i : 1, planes, columns,
-                          i ? p.table_at[1] : p.table_at[0]);
-            if (i == 0) sums[0] = both[0];
-            if (i == (int)mixed) sums[1] = both[1];
+        for (kept = 0; kept < UP_ROUND; kept++) {
+            __syncwarp();
+            int step = stages + slot * p.stage_bytes;
+            u32 what = what_of(shared + step)->x;
+            if (what == NOTHING) break;
+            int row = first_row + (what >> 29);
+            if (row != staged) {
+                stage_x(row);
+                staged = row;
+            }
+            step_wait(p.stages);
+            float sums[2] = {};
+            // Matrices of two types: each by itself, and half of that is left unused.
+#pragma unroll 1
+            for (int i = 0; i <= (int)mixed; i++) {
+                float both[2] = {};
+                multiply_step(both, i ? p.up.type : p.gate.type, shared, step, own, i, mixed ? i : 1, planes, columns,
+                              i ? p.table_at[1] : p.table_at[0]);
+                if (i == 0) sums[0] = both[0];
+                if (i == (int)mixed) sums[1] = both[1];
+            }
+            __syncwarp();
+            bring();
+            slot = slot + 1 == p.stages ? 0 : slot + 1;
+            float low = row_sum(sums[0]), high = row_sum(sums[1]);
+            float *to = room + (kept * UP_PARTS + part) * TILE + lane / 4;
+            if (lane % 4 == 0) to[0] = low, to[8] = high;
+            if (part == 0 && lane == 0) whats[kept] = what;
         }
-        __syncwarp();
-        bring();
-        slot = slot + 1 == p.stages ? 0 : slot + 1;
-        float low = row_sum(sums[0]), high = row_sum(sums[1]);
-        if (lane % 4 == 0) room[turn][warp][lane / 4] = low, room[turn][warp][lane / 4 + 8] = high;
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(32 * UP_PARTS) : "memory");
-        if (part == 0 && lane < 8) {
+        together();
+        int item = threadIdx.x % (32 * UP_PARTS) / 8, inner = lane % 8;
+        if (item < kept) {
             float gate = 0.0f, up = 0.0f;
 #pragma unroll
-            for (int i = 0; i < UP_PARTS; i++) gate += room[turn][warp + i][lane], up += room[turn][warp + i][lane + 8];
-            int output = (what & 0xffffffu) * 8 + lane;
-            if (output < p.width) p.out[((long)row * p.used + (what >> 24 & 31)) * p.width + output] = silu(gate) * up;
+            for (int i = 0; i < UP_PARTS; i++) {
+                const float *from = room + (item * UP_PARTS + i) * TILE + inner;
+                gate += from[0], up += from[8];
+            }
+            u32 what = whats[item];
+            int output = (what & 0xffffffu) * 8 + inner;
+            long pair = (long)(first_row + (what >> 29)) * p.used + (what >> 24 & 31);
+            if (output < p.width) p.out[pair * p.width + output] = silu(gate) * up;
         }
+        together();
     }
 }
 
@@ -431,14 +448,14 @@ struct ExpertsDown {
     int rows, cols, used, shared_cols, share_stride, count;
     int first, last;              // whether this is the first and the last wave
     int stages, stage_bytes;      // steps in shared memory for each warp: two or three
-    int table_at[2], planes_at, room_at, shared_at, stages_at;
-    int shared_bytes, unused;     // of a step of the shared expert
+    int table_at[2], room_at, shared_at, stages_at;
+    int shared_bytes;             // of a step of the shared expert
 };
 
 /// sum = share · shared expert + Σ weight · down · x over the chosen experts, ascending; after the last wave it joins the
 /// residual. A block computes 16 numbers of FEW rows; steps of a row, those of all experts, then those of the shared one, go to its
-/// warps in turns. Grid: (rows / 16, count / FEW). Shared memory: tables, for each warp planes of a step, twice sums of all steps
-/// of a row, the tile of the shared expert, for each warp its steps: tile and x.
+/// warps in turns. Grid: (rows / 16, count / FEW). Shared memory: tables, sums of all steps of all rows, the
+/// tile of the shared expert, for each warp its steps: tile and x, which becomes planes where it lies.
 KERNEL __launch_bounds__(DOWN_THREADS, 1) void experts_down(__grid_constant__ const ExpertsDown p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ const u8 *matrices[FEW][32]; // of the chosen experts, ascending; null: not of this wave
@@ -450,7 +467,7 @@ KERNEL __launch_bounds__(DOWN_THREADS, 1) void experts_down(__grid_constant__ co
     int spans = spans_of(p.cols), routed = p.used * spans, shared_spans = p.first ? spans_of(p.shared_cols) : 0;
     int steps = routed + shared_spans;
     float *room = (float *)(shared + p.room_at);
-    int planes = p.planes_at + warp * PLANES, stages = p.stages_at + warp * p.stages * p.stage_bytes;
+    int stages = p.stages_at + warp * p.stages * p.stage_bytes;
     fill_zeros(shared);
     fill_table_of(p.down.type, (u32 *)(shared + p.table_at[0]));
     if (p.shared.type != p.down.type) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[1]));
@@ -509,51 +526,51 @@ KERNEL __launch_bounds__(DOWN_THREADS, 1) void experts_down(__grid_constant__ co
     };
     for (int i = 0; i < p.stages; i++) bring();
 #pragma unroll 1
-    for (int row = 0; row < count; row++) {
-        float *sums_at = room + row % 2 * steps * TILE;
-#pragma unroll 1
-        while (true) {
-            __syncwarp();
-            int at = stages + slot * p.stage_bytes;
-            uint4 what = *what_of(shared + at);
-            if (what.x != row) break;
-            int step = what.y, span = what.w;
-            bool is_shared = what.z;
-            int columns = min(SPAN, (is_shared ? p.shared_cols : p.cols) - span * SPAN);
-            step_wait(p.stages);
-            const float4 *from = (const float4 *)(shared + at + x_at) + 2 * lane;
-            float4 a = from[0], b = from[1];
-            float x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}, sums[2] = {};
-            store_planes(shared + planes, x);
-            __syncwarp();
-            int type = is_shared ? p.shared.type : p.down.type, table = is_shared ? p.table_at[1] : p.table_at[0];
-            Own rows;
-            rows.low = is_shared ? own_shared.low : own.low, rows.high = is_shared ? own_shared.high : own.high;
-            multiply_step(sums, type, shared, is_shared ? shared_tile(span) : at, rows, 0, 1, planes, columns, table);
-            float low_sum = row_sum(sums[0]), high_sum = row_sum(sums[1]);
-            if (lane % 4 == 0) sums_at[step * TILE + lane / 4] = low_sum, sums_at[step * TILE + lane / 4 + 8] = high_sum;
-            __syncwarp();
-            bring();
-            slot = slot + 1 == p.stages ? 0 : slot + 1;
-        }
-        __syncthreads();
-        if (warp != row % warps || lane >= TILE || first + lane >= p.rows) continue;
-        long place = (long)(base + row) * p.rows + first + lane;
-        float total = 0.0f;
-        if (p.first) {
-            for (int i = routed; i < steps; i++) total += sums_at[i * TILE + lane];
-            total *= sigmoid(p.share[(long)(base + row) * p.share_stride]);
-        } else {
-            total = p.sum[place];
-        }
-#pragma unroll 2
-        for (int e = 0; e < p.used; e++) {
-            if (!matrices[row][e]) continue;
-            float dot = 0.0f;
-            for (int i = 0; i < spans; i++) dot += sums_at[(e * spans + i) * TILE + lane];
-            total = fmaf(weights[row][e], dot, total);
-        }
-        if (p.last) p.hidden[place] += total;
-        else p.sum[place] = total;
+    while (true) {
+        __syncwarp();
+        int at = stages + slot * p.stage_bytes;
+        uint4 what = *what_of(shared + at);
+        if (what.x == NOTHING) break;
+        int step = what.y, span = what.w;
+        bool is_shared = what.z;
+        int columns = min(SPAN, (is_shared ? p.shared_cols : p.cols) - span * SPAN);
+        step_wait(p.stages);
+        const float4 *from = (const float4 *)(shared + at + x_at) + 2 * lane;
+        float4 a = from[0], b = from[1];
+        float x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}, sums[2] = {};
+        store_planes(shared + at + x_at, x);
+        __syncwarp();
+        int type = is_shared ? p.shared.type : p.down.type, table = is_shared ? p.table_at[1] : p.table_at[0];
+        Own rows;
+        rows.low = is_shared ? own_shared.low : own.low, rows.high = is_shared ? own_shared.high : own.high;
+        multiply_step(sums, type, shared, is_shared ? shared_tile(span) : at, rows, 0, 1, at + x_at, columns, table);
+        float low_sum = row_sum(sums[0]), high_sum = row_sum(sums[1]);
+        float *to = room + (what.x * steps + step) * TILE + lane / 4;
+        if (lane % 4 == 0) to[0] = low_sum, to[8] = high_sum;
+        __syncwarp();
+        bring();
+        slot = slot + 1 == p.stages ? 0 : slot + 1;
     }
+    // A thread for each number.
+    int r = threadIdx.x / TILE, output = threadIdx.x % TILE;
+    bool mine = r < count && first + output < p.rows;
+    long place = (long)(base + r) * p.rows + first + output;
+    float before = mine && !p.first ? p.sum[place] : 0.0f, hidden = mine && p.last ? p.hidden[place] : 0.0f;
+    float share = mine && p.first ? sigmoid(p.share[(long)(base + r) * p.share_stride]) : 0.0f;
+    __syncthreads();
+    if (!mine) return;
+    const float *from = room + r * steps * TILE + output;
+    float total = before;
+    if (p.first) {
+        for (int i = routed; i < steps; i++) total += from[i * TILE];
+        total *= share;
+    }
+#pragma unroll 5
+    for (int e = 0; e < p.used; e++) {
+        float dot = 0.0f;
+        for (int i = 0; i < spans; i++) dot += from[(e * spans + i) * TILE];
+        total = matrices[r][e] ? fmaf(weights[r][e], dot, total) : total;
+    }
+    if (p.last) p.hidden[place] = hidden + total;
+    else p.sum[place] = total;
 }

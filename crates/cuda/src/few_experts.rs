@@ -38,8 +38,8 @@ struct ExpertsUp {
     table_at: [i32; 2],
     planes_at: i32,
     keys_at: i32,
+    room_at: i32,
     stages_at: i32,
-    unused: i32,
 }
 
 #[derive(Clone, Copy)]
@@ -67,17 +67,18 @@ struct ExpertsDown {
     stages: i32,
     stage_bytes: i32,
     table_at: [i32; 2],
-    planes_at: i32,
     room_at: i32,
     shared_at: i32,
     stages_at: i32,
     shared_bytes: i32,
-    unused: i32,
 }
 
 /// Warps that share the columns of an item of `experts_up`, and items at a time in a block of it, at most.
 const PARTS: usize = 4;
 const GROUPS: usize = 5;
+
+/// Bytes of the sums of a round of their items, and of what those are.
+const ROUND_BYTES: usize = 8 * (PARTS * TILE + 1) * 4;
 
 /// Rows of x of such a block, at most.
 const ROWS_OF_BLOCK: usize = 8;
@@ -162,7 +163,10 @@ impl Cuda {
         };
         let keys_bytes = |groups: usize| (4 * rows_of_block(groups) * spec.moe.experts).next_multiple_of(16);
         let needed = |groups: usize, stages: usize| {
-            planes_at + groups * (planes + PARTS * stages * stage_bytes) + keys_bytes(groups) + SLACK
+            planes_at
+                + groups * (planes + ROUND_BYTES + PARTS * stages * stage_bytes)
+                + keys_bytes(groups)
+                + SLACK
         };
         let fits = |groups: usize, stages: usize| needed(groups, stages) + STATIC <= self.device.shared;
         let most = GROUPS.min(items.div_ceil(processors));
@@ -171,6 +175,7 @@ impl Cuda {
         let limit = ((rows_of_block(groups) - 1) * of_row).max(groups);
         let blocks = items.div_ceil(groups).min(processors).max(items.div_ceil(limit));
         let keys_at = planes_at + groups * planes;
+        let room_at = keys_at + keys_bytes(groups);
         let p = ExpertsUp {
             mask,
             gate: self.few_experts(gate),
@@ -198,8 +203,8 @@ impl Cuda {
             table_at,
             planes_at: planes_at as i32,
             keys_at: keys_at as i32,
-            stages_at: (keys_at + keys_bytes(groups)) as i32,
-            unused: 0,
+            room_at: room_at as i32,
+            stages_at: (room_at + groups * ROUND_BYTES) as i32,
         };
         let (kernel, threads) = (&self.kernels.experts_up, 32 * PARTS * groups);
         self.device.launch(kernel, (blocks, 1, 1), threads, needed(groups, stages), &p)
@@ -217,12 +222,11 @@ impl Cuda {
         let columns = Gates::of(spec, shared.cols);
         let steps = spec.moe.used * down.cols.div_ceil(SPAN) + shared.cols.div_ceil(SPAN);
         let (table_at, room_at) = tables(down.ty, shared.ty);
-        let shared_at = room_at + 2 * 4 * steps * TILE;
+        let shared_at = room_at + 4 * rows.min(FEW) * steps * TILE;
         let shared_bytes = ROWS_BYTES + staged(shared.ty, TILE, 1);
-        let planes_at = shared_at + shared.cols.div_ceil(SPAN) * shared_bytes;
+        let stages_at = shared_at + shared.cols.div_ceil(SPAN) * shared_bytes;
         let stage_bytes = ROWS_BYTES + staged(down.ty, TILE, 1) + 4 * SPAN;
-        let needed =
-            |warps: usize, stages: usize| planes_at + warps * (PLANES + stages * stage_bytes) + SLACK;
+        let needed = |warps: usize, stages: usize| stages_at + warps * stages * stage_bytes + SLACK;
         let fits = |warps: usize, stages: usize| needed(warps, stages) + STATIC <= self.device.shared;
         // A warp looks up a row's experts.
         let most = DOWN_WARPS.min(steps).max(rows.min(FEW));
@@ -251,12 +255,10 @@ impl Cuda {
             stages: stages as i32,
             stage_bytes: stage_bytes as i32,
             table_at,
-            planes_at: planes_at as i32,
             room_at: room_at as i32,
             shared_at: shared_at as i32,
-            stages_at: (planes_at + warps * PLANES) as i32,
+            stages_at: stages_at as i32,
             shared_bytes: shared_bytes as i32,
-            unused: 0,
         };
         let grid = (spec.hidden.div_ceil(TILE), rows.div_ceil(FEW), 1);
         self.device.launch(&self.kernels.experts_down, grid, 32 * warps, needed(warps, stages), &p)
