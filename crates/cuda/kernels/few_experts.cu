@@ -270,7 +270,7 @@ DEVICE void step_wait(int stages) {
 
 struct ExpertsUp {
     Mask mask;
-    Experts gate, up, down;                 // `down` comes to the second cache for the kernel behind this one
+    Experts gate, up;
     const float *logits;                    // [count, …]: rows of `logits_stride` numbers, of which the first are of experts
     const u16 *x;                           // [count, cols] bf16
     u32 *ids;                               // [count, used], and so on: the choice, stored by the block with a row's first item
@@ -279,19 +279,11 @@ struct ExpertsUp {
     float *out;                             // [count, used, width]: SiLU(gate · x) ⊙ (up · x)
     const float *shared_gate, *shared_up;   // of the shared expert: [count, …] rows of `logits_stride`
     float *shared_out;                      // [count, shared_cols]: SiLU(gate) ⊙ up
-    int width, cols, experts, used, logits_stride, count, shared_cols, down_bytes; // of the down matrix of an expert
+    int width, cols, experts, used, logits_stride, count, shared_cols;
     int stages, stage_bytes;                // steps in shared memory for each warp: two or three
     int table_at[2], planes_at, keys_at, room_at, stages_at;
+    int unused;
 };
-
-/// Asks for part `part` of `parts` of some bytes in the second cache, by one thread.
-DEVICE void fetch_ahead(const u8 *from, int bytes, int part, int parts) {
-#if __CUDA_ARCH__ >= 900
-    int each = (bytes / parts + 16) & ~15, size = min(each, bytes - part * each) & ~15;
-    u64 at = (u64)(from + part * each) & ~15ull;
-    if (size > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(size) : "memory");
-#endif
-}
 
 const int ROWS_OF_BLOCK = 8; // of x, at most
 
@@ -363,7 +355,6 @@ KERNEL __launch_bounds__(UP_THREADS, 1) void experts_up(__grid_constant__ const 
             u32 expert = __shfl_sync(~0u, of_item, from);
             what = __shfl_sync(~0u, place, from);
             left &= left - 1;
-            if (part == 0 && lane == 0) fetch_ahead(matrix_of(p.down, expert), p.down_bytes, what & 0xffffffu, tiles);
             if (columns > 0) {
                 Copied::place(copied, matrix_of(lane < 16 ? p.gate : p.up, expert), (what & 0xffffffu) * 8, p.width);
                 Copied::bring(copied, step, first_span);

@@ -15,7 +15,6 @@ struct ExpertsUp {
     mask: Mask,
     gate: FewExperts,
     up: FewExperts,
-    down: FewExperts,
     logits: u64,
     x: u64,
     ids: u64,
@@ -32,7 +31,6 @@ struct ExpertsUp {
     logits_stride: i32,
     count: i32,
     shared_cols: i32,
-    down_bytes: i32,
     stages: i32,
     stage_bytes: i32,
     table_at: [i32; 2],
@@ -40,6 +38,7 @@ struct ExpertsUp {
     keys_at: i32,
     room_at: i32,
     stages_at: i32,
+    unused: i32,
 }
 
 #[derive(Clone, Copy)]
@@ -125,7 +124,7 @@ impl Cuda {
         let inner =
             self.scratch.inner.take(&self.device.clone(), 4 * rows * (moe.used * width + shared.cols))?;
         let shared_inner = inner + 4 * (rows * moe.used * width) as u64;
-        self.few_experts_up(open, [gate, up, down], mask, (inner, shared_inner, shared.cols))?;
+        self.few_experts_up(open, (gate, up), mask, (inner, shared_inner, shared.cols))?;
         let shared = Experts {
             ty: shared.ty,
             rows: shared.rows,
@@ -142,7 +141,7 @@ impl Cuda {
     fn few_experts_up(
         &self,
         open: &Open,
-        [gate, up, down]: Triplet,
+        (gate, up): (Experts, Experts),
         mask: Mask,
         (out, shared_out, shared_cols): (u64, u64, usize),
     ) -> Done {
@@ -180,7 +179,6 @@ impl Cuda {
             mask,
             gate: self.few_experts(gate),
             up: self.few_experts(up),
-            down: self.few_experts(down),
             logits: buffers.gates.at(),
             x: buffers.rounded.at(),
             ids: buffers.ids.at(),
@@ -197,7 +195,6 @@ impl Cuda {
             logits_stride: columns.stride as i32,
             count: rows as i32,
             shared_cols: shared_cols as i32,
-            down_bytes: down.ty.bytes(down.rows * down.cols).expect("whole blocks") as i32,
             stages: stages as i32,
             stage_bytes: stage_bytes as i32,
             table_at,
@@ -205,6 +202,7 @@ impl Cuda {
             keys_at: keys_at as i32,
             room_at: room_at as i32,
             stages_at: (room_at + groups * ROUND_BYTES) as i32,
+            unused: 0,
         };
         let (kernel, threads) = (&self.kernels.experts_up, 32 * PARTS * groups);
         self.device.launch(kernel, (blocks, 1, 1), threads, needed(groups, stages), &p)
