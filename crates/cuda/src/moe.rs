@@ -13,7 +13,7 @@ use crate::few::{
 };
 use crate::head::Norm;
 use crate::kernels::Kernels;
-use crate::linear::{Rows, Then};
+use crate::linear::Rows;
 use crate::open::Open;
 use crate::sources::{few_window, table_bytes};
 use crate::weights::{Matrix, Triplet};
@@ -127,7 +127,7 @@ impl Cuda {
             device.zero(buffers.counts.at(), 4 * spec.moe.experts)?;
         }
         let at = offset * spec.hidden as u64;
-        let split = self.scratch.split.take(&device, 6 * count * spec.hidden)?;
+        let split = self.scratch.split.take(&device, 4 * count * spec.hidden)?;
         let logits = self.scratch.logits.take(&device, 4 * count * spec.moe.experts)?;
         let norm = Norm {
             x: buffers.hidden.at() + 4 * at,
@@ -200,8 +200,8 @@ impl Cuda {
         let at = (rows.start * spec.hidden) as u64;
         let inner = self.scratch.inner.take(&device, 2 * count * width)?;
         let (to, share) = (buffers.sum.at() + 4 * at, buffers.share.at() + 4 * rows.start as u64);
-        self.gated_gemm(gate, up, Rows { at: buffers.rounded.at() + 2 * at, count }, inner)?;
-        self.gemm(&[down], Rows { at: inner, count }, (to, spec.hidden), Then::Scale(share))
+        let x = Rows { at: buffers.rounded.at() + 2 * at, count };
+        self.gated_network([gate, up, down], x, inner, (to, share))
     }
 
     /// Makes sure that the choice of a pass of single rows has been stored.

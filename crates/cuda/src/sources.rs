@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 
-use model::{DeltaSpec, KvType};
+use model::{DeltaSpec, GRID as CELL, KvType};
 use quant::{Type, codebook};
 
 const COMMON: &str = include_str!("../kernels/common.cuh");
@@ -13,12 +13,15 @@ const RUNS: &str = include_str!("../kernels/runs.cuh");
 const WEIGHTS: &str = include_str!("../kernels/weights.cu");
 const PIPELINE: &str = include_str!("../kernels/pipeline.cuh");
 const GEMM: &str = include_str!("../kernels/gemm.cu");
+const DENSE: &str = include_str!("../kernels/dense.cu");
 const EXPERTS: &str = include_str!("../kernels/experts.cu");
 const FEW: &str = include_str!("../kernels/few.cu");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
+const CELLS: &str = include_str!("../kernels/cells.cu");
 const ATTENTION: &str = include_str!("../kernels/attention.cu");
+const MIX: &str = include_str!("../kernels/mix.cu");
 const PEAKS: &str = include_str!("../kernels/peaks.cu");
 const FETCH: &str = include_str!("../kernels/fetch.cu");
 
@@ -195,14 +198,29 @@ fn products() -> String {
 
 /// Bytes of shared memory of the scan over cells with `stages` stages, for heads of `dim`.
 pub(crate) fn scan_shared(dim: usize, stages: usize) -> usize {
-    let wide = dim.min(32) + 8;
-    let inputs = (3 * 64 * (dim + 8) + 64 * 72 + 64 * wide) * 2 + 64 * 4;
-    stages * inputs + (dim + 2 * 64) * wide * 2
+    let (row, wide) = (dim + 8, dim.min(32) + 8);
+    let inputs = 2 * (3 * CELL * row + CELL * (CELL + 8) + CELL * wide) + 2 * 4 * CELL;
+    let left = 2 * (dim + CELL) * wide;
+    stages * (inputs + left) + 2 * CELL * wide
+}
+
+/// Bytes of shared memory of what is prepared for a cell, for heads of `dim`: keys, values, A, decays, and queries, whose room
+/// becomes that of two squares.
+pub(crate) fn prepare_shared(dim: usize) -> usize {
+    let rows = 2 * CELL * (dim + 8);
+    2 * rows + 4 * CELL * CELL + 2 * 4 * CELL + rows.max(2 * 2 * CELL * (CELL + 8))
 }
 
 /// Stages of the scan over cells: two if they fit.
 pub(crate) fn scan_stages(target: &Target, dim: usize) -> usize {
     if scan_shared(dim, 2) <= target.shared { 2 } else { 1 }
+}
+
+/// Bytes of shared memory of attention by pairs of heads of `dim`: the queries of 64 rows of both, five tiles of 64 keys or
+/// values. `None` for other heads, and for GPUs that cannot hand registers from one warp to another or lack the shared memory.
+pub(crate) fn mix_shared(target: &Target, dim: usize) -> Option<usize> {
+    let bytes = (2 + 5) * 64 * dim * 2 + (1 + 5) * BARRIER_BYTES;
+    (target.arch == "sm_90a" && dim == 256 && bytes <= target.shared).then_some(bytes)
 }
 
 impl Source {
@@ -240,6 +258,13 @@ impl Source {
             &[COMMON, PIPELINE, GEMM],
             &[format!("STAGES={}", gemm_stages(target).0)],
         )
+    }
+
+    /// Products of many rows with one matrix whose tiles the copy engine brings, on Hopper.
+    pub fn dense(target: &Target) -> Option<Source> {
+        let define = format!("ROOM={}", target.shared);
+        let parts = [COMMON, PIPELINE, DENSE];
+        (target.arch == "sm_90a").then(|| Source::new(target, "dense".to_string(), &parts, &[define]))
     }
 
     /// Products of the pairs of experts whose weights are blocks of `ty`, if this GPU has the shared memory for them.
@@ -296,14 +321,18 @@ impl Source {
             format!("L2_EPS={:e}f", DeltaSpec::L2_EPS),
             format!("DELTA_STAGES={}", scan_stages(target, dim)),
         ];
-        Source::new(target, "delta".to_string(), &[COMMON, DELTA], &defines)
+        Source::new(target, "delta".to_string(), &[COMMON, DELTA, CELLS], &defines)
     }
 
     /// The attention mixer, for heads of `dim`.
     pub fn attention(target: &Target, dim: usize, kv: KvType) -> Source {
         let single = i32::from(kv == KvType::F32);
         let defines = [format!("DIM={dim}"), format!("KV_F32={single}")];
-        Source::new(target, "attention".to_string(), &[COMMON, ATTENTION], &defines)
+        let mut parts = vec![COMMON, ATTENTION];
+        if mix_shared(target, dim).is_some() {
+            parts.extend([PIPELINE, MIX]);
+        }
+        Source::new(target, "attention".to_string(), &parts, &defines)
     }
 
     /// Decoding, of one type.
