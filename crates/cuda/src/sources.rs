@@ -120,15 +120,22 @@ pub(crate) fn table_bytes(ty: Type) -> usize {
     }
 }
 
-/// Bytes of the tables that decoding `ty` to whole numbers keeps in shared memory (`Whole::TABLE` of the kernels).
-pub(crate) fn whole_table_bytes(ty: Type) -> usize {
+/// Copies of the tables that decoding to whole numbers keeps in shared memory: a quarter where a block has little of that.
+fn whole_copies(shared: usize) -> usize {
+    if shared >= 160 << 10 { 32 } else { 8 }
+}
+
+/// Bytes of those tables for `ty` (`Whole::TABLE` of the kernels), on a GPU whose blocks have `shared` bytes.
+pub(crate) fn whole_table_bytes(ty: Type, shared: usize) -> usize {
+    let all = whole_copies(shared);
+    let (half, quarter) = (all / 2, (all / 4).max(4));
     let entries = match ty {
         Type::IQ1_S | Type::IQ1_M => codebook::IQ1_GRID.len() * 4,
-        Type::IQ2_XXS | Type::IQ3_XXS => 2 * 256 * 32,
-        Type::IQ2_XS => codebook::IQ2_XS_GRID.len() * 16 + 128 * 32,
-        Type::IQ2_S => codebook::IQ2_S_GRID.len() * 8 + 256 * 16,
-        Type::IQ3_S => codebook::IQ3_S_GRID.len() * 16,
-        Type::IQ4_NL | Type::IQ4_XS | Type::MXFP4 => 256 * 32,
+        Type::IQ2_XXS | Type::IQ3_XXS => 2 * 256 * all,
+        Type::IQ2_XS => codebook::IQ2_XS_GRID.len() * half + 128 * all,
+        Type::IQ2_S => codebook::IQ2_S_GRID.len() * quarter + 256 * half,
+        Type::IQ3_S => codebook::IQ3_S_GRID.len() * half,
+        Type::IQ4_NL | Type::IQ4_XS | Type::MXFP4 => 256 * all,
         _ => 0,
     };
     4 * entries
@@ -308,7 +315,12 @@ impl Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
         let parts = [COMMON, &codebooks(types), TYPES, RUNS, WHOLE, ROUTE, FEW_ROWS, FEW, FEW_EXPERTS];
         let name = format!("few {}", names.join(" "));
-        Source::new(target, name, &parts, &[format!("TYPES={}", names.join(",")), "COPIES=1".to_string()])
+        let defines = [
+            format!("TYPES={}", names.join(",")),
+            "COPIES=1".to_string(),
+            format!("TABLE_COPIES={}", whole_copies(target.shared)),
+        ];
+        Source::new(target, name, &parts, &defines)
     }
 
     /// What the GPU can do at most.
