@@ -21,9 +21,8 @@ use crate::{cache, open, report};
 const CHUNK: usize = 8192;
 const STREAMED_CHUNK: usize = 16384;
 
-/// Chunks for each GPU of several, so that all are busy most of the time; and the smallest that is cut for that.
-const CHUNKS_EACH: usize = 4;
-const SHARED_CHUNK: usize = 2048;
+/// Rows in whose time a chunk costs what it costs whatever its rows (one H200, the 80B's layers).
+const CHUNK_COST: usize = 840;
 
 /// The plan of the memory of GPUs for `model`: of what is free there, or of what the arguments allow.
 ///
@@ -127,10 +126,17 @@ fn plan_on(model: &Model, args: &BackendArgs, room: &Room, gpus: Vec<i32>) -> Re
 }
 
 /// Rows of a chunk on so many GPUs that hold the whole model, for a prompt if it is known.
+///
+/// n chunks of c rows take n + gpus − 1 times as long as one, which costs c + [`CHUNK_COST`]: least where c² is prompt · cost
+/// / (gpus − 1). Chunks are alike, so that none waits for a larger one.
 fn chunk_for(prompt: Option<usize>, gpus: usize) -> usize {
     match prompt {
         _ if gpus == 1 => CHUNK,
-        Some(prompt) => prompt.div_ceil(CHUNKS_EACH * gpus).next_multiple_of(GRID).clamp(SHARED_CHUNK, CHUNK),
+        Some(prompt) => {
+            let best = (prompt * CHUNK_COST / (gpus - 1)).isqrt().clamp(GRID, CHUNK);
+            let chunks = ((prompt + best / 2) / best).max(prompt.div_ceil(CHUNK)).max(1);
+            prompt.div_ceil(chunks).next_multiple_of(GRID)
+        }
         None => CHUNK / 2,
     }
 }
@@ -283,11 +289,19 @@ mod tests {
     #[test]
     fn chunks_keep_every_gpu_busy() {
         assert_eq!(chunk_for(Some(1 << 15), 1), CHUNK);
-        assert_eq!(chunk_for(Some(1 << 15), 2), 4096);
         assert_eq!(chunk_for(Some(1 << 17), 2), CHUNK, "large ones are faster");
-        assert_eq!(chunk_for(Some(1000), 2), SHARED_CHUNK);
-        assert_eq!(chunk_for(Some(20_000), 2), 2560);
-        assert_eq!(chunk_for(Some(1 << 15), 4), 2048);
+        assert_eq!(chunk_for(Some(1 << 15), 2), 5504, "six");
+        assert_eq!(chunk_for(Some(1 << 15), 4), 3008, "eleven");
+        assert_eq!(chunk_for(Some(8192), 2), 2752, "three");
+        assert_eq!(chunk_for(Some(1000), 2), 1024, "one: a second would cost more than it spares");
+        assert_eq!(chunk_for(Some(1), 8), 64);
+        // Nothing around is better, by the formula.
+        for (prompt, gpus) in [(3000_usize, 2), (20_000, 2), (50_000, 3), (65_536, 8)] {
+            let time = |chunk: usize| (prompt.div_ceil(chunk) + gpus - 1) * (chunk + CHUNK_COST);
+            let chosen = chunk_for(Some(prompt), gpus);
+            let best = (GRID..=CHUNK).step_by(GRID).map(time).min().expect("there are some");
+            assert!(time(chosen) * 100 <= best * 102, "{chosen} for {prompt} on {gpus}");
+        }
         assert_eq!(chunk_for(None, 2), 4096);
     }
 

@@ -11,8 +11,8 @@ use model::{AttentionWeights, GRID, ResidentMatrix, Spec};
 use crate::embed;
 use crate::gemm::{self, Input, Product, Then};
 use crate::kernels::{Block, Codes, Kernels, Row, TILE, WIDEST};
-use crate::memory::{Out, Rows, as_integers};
-use crate::open::{Buffers, Open, carve};
+use crate::memory::{Out, Rows, as_integers, carve};
+use crate::open::{Buffers, Open};
 use crate::team::{Scratch, Team};
 
 type LayerWeights = AttentionWeights<ResidentMatrix, Vec<f32>>;

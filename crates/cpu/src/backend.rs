@@ -9,8 +9,8 @@ use model::{
     Peaks, ResidentMatrix, Result, SlotMemory, Spec, Stage, Wave,
 };
 
-use crate::memory::Rows;
-use crate::open::{Buffers, Open, Room, carve};
+use crate::memory::{Rows, carve};
+use crate::open::{Buffers, Open, Room};
 use crate::{Cpu, attention, calibrate, delta, embed, head, moe, predict};
 
 impl Cpu {

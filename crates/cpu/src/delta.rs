@@ -8,8 +8,8 @@ use model::{DeltaSpec, DeltaWeights, GRID, ResidentMatrix, Run, Spec};
 use crate::embed;
 use crate::gemm::{self, Input, Product, Then};
 use crate::kernels::{Cell, Codes, Convolution, Kernels, Step, cell_room};
-use crate::memory::{Aligned, Out, Rows};
-use crate::open::{Buffers, Open, carve};
+use crate::memory::{Aligned, Out, Rows, carve};
+use crate::open::{Buffers, Open};
 use crate::team::Team;
 
 type LayerWeights = DeltaWeights<ResidentMatrix, Vec<f32>>;

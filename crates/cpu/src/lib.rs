@@ -146,7 +146,7 @@ fn capabilities_of(kernels: &Kernels, exact: bool) -> Capabilities {
     Capabilities {
         name: "cpu",
         variant: kernels.variant.name().to_string(),
-        kernel_version: if exact { 3 } else { 7 },
+        kernel_version: if exact { 3 } else { 8 },
         block_rows: BLOCK_ROWS,
         smallest_chunk: 1,
     }

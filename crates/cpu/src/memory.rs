@@ -61,6 +61,21 @@ pub(crate) fn reserve<T: Copy>(values: &mut Vec<T>, len: usize, value: T) {
     }
 }
 
+/// Numbers that parts of these lengths take in a block.
+pub(crate) fn carved_len(lens: &[usize]) -> usize {
+    lens.iter().map(|len| len.next_multiple_of(16)).sum()
+}
+
+/// Cuts a block into parts of these lengths, each on a cache line boundary.
+pub(crate) fn carve<const N: usize>(block: &mut [f32], lens: [usize; N]) -> [&mut [f32]; N] {
+    let mut rest = block;
+    lens.map(|len| {
+        let (part, behind) = std::mem::take(&mut rest).split_at_mut(len.next_multiple_of(16));
+        rest = behind;
+        &mut part[..len]
+    })
+}
+
 /// A matrix that threads read: rows `stride` numbers apart, perhaps chosen by an index.
 #[derive(Debug)]
 pub(crate) struct Rows<'a, T = f32> {

@@ -11,8 +11,8 @@ use model::{ExpertLayout, HostSlots, Model, MoeWeights, ResidentMatrix, Result, 
 use crate::embed;
 use crate::gemm::{self, Down, GateUp, Input, Product, Then, Weights};
 use crate::kernels::{Codes, GROUP, is_integer};
-use crate::memory::{Aligned, Out, Rows, reserve};
-use crate::open::{Buffers, Open, Pairs, carve};
+use crate::memory::{Aligned, Out, Rows, carve, reserve};
+use crate::open::{Buffers, Open, Pairs};
 use crate::team::Team;
 
 /// Pairs whose inner rows are in memory at the same time: 8 MiB for experts of width 512.

@@ -6,7 +6,7 @@ use model::state::OpenPass;
 use model::{Pass, Spec, Stage};
 
 use crate::kernels::Codes;
-use crate::memory::{Aligned, reserve};
+use crate::memory::{Aligned, carved_len, reserve};
 
 /// A pass between begin and commit.
 pub(crate) struct Open {
@@ -32,7 +32,7 @@ pub(crate) struct Buffers {
     pub(crate) block_codes: Vec<Codes>,
     /// Sum of shared and routed experts: [rows, hidden].
     pub(crate) sum: Aligned,
-    /// What lives between the stages of a block of rows; see [`carve`].
+    /// What lives between the stages of a block of rows; see [`crate::memory::carve`].
     pub(crate) block: Aligned,
     /// Chosen experts of each row, by falling weight: [rows, used]. Small integers, exact as numbers.
     pub(crate) ids: Aligned,
@@ -144,19 +144,4 @@ impl Buffers {
         let first = if whole { row } else { 0 };
         &mut norm[first * cols..]
     }
-}
-
-/// Numbers that parts of these lengths take in a block.
-fn carved_len(lens: &[usize]) -> usize {
-    lens.iter().map(|len| len.next_multiple_of(16)).sum()
-}
-
-/// Cuts a block into parts of these lengths, each on a cache line boundary.
-pub(crate) fn carve<const N: usize>(block: &mut [f32], lens: [usize; N]) -> [&mut [f32]; N] {
-    let mut rest = block;
-    lens.map(|len| {
-        let (part, behind) = std::mem::take(&mut rest).split_at_mut(len.next_multiple_of(16));
-        rest = behind;
-        &mut part[..len]
-    })
 }

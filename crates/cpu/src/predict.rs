@@ -3,8 +3,8 @@
 use model::{MoeWeights, ResidentMatrix, Spec};
 
 use crate::gemm::{self, Input, Product, Then};
-use crate::memory::{Aligned, Out, Rows};
-use crate::open::{Open, carve};
+use crate::memory::{Aligned, Out, Rows, carve};
+use crate::open::Open;
 use crate::team::Team;
 
 /// The norm and router of a layer on the hidden rows as they are now: each row's `used + margin` largest

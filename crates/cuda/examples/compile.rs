@@ -10,11 +10,27 @@ use quant::Type;
 use redlite_cuda::{Source, Target, compile, sources};
 
 /// Kernels in which a spilled register costs time that shows.
-const HOT: [&str; 19] = [
+const HOT: &[&str] = &[
     "gemm_store",
     "gemm_add",
     "gemm_scale",
     "gemm_gated",
+    "gemm_split",
+    "dense_store_128x256",
+    "dense_store_128x128",
+    "dense_store_64x128",
+    "dense_add_128x256",
+    "dense_add_128x128",
+    "dense_add_64x128",
+    "dense_scale_128x256",
+    "dense_scale_128x128",
+    "dense_scale_64x128",
+    "dense_gated_128x256",
+    "dense_gated_128x128",
+    "dense_gated_64x128",
+    "dense_split_128x256",
+    "dense_split_128x128",
+    "dense_split_64x128",
     "gemm_experts_gated",
     "gemm_experts_down",
     "experts_gated_low",
@@ -25,6 +41,7 @@ const HOT: [&str; 19] = [
     "delta_scan",
     "delta_single",
     "attn_mix",
+    "attn_mix_pair",
     "attn_single",
     "few_rows",
     "many_tiles",

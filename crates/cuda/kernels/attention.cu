@@ -48,38 +48,53 @@ struct Prepare {
     const float *query_norm, *key_norm; // [DIM]
     Kv *const *const *pages; // of each row: the pages of its sequence
     const u32 *positions;    // of each row
+    u16 *queries;            // [rows, heads · DIM]: once more as f16, where they are multiplied so
     float eps;
     int dims;
 };
 
-/// Norms, rotation, and the store of keys and values. Grid: (heads + 2 kv heads, rows); DIM threads.
-KERNEL void attn_prepare(Prepare p) {
-    __shared__ float room[32], numbers[DIM];
+const int PREPARE_WARPS = 8;
+
+/// Norms, rotation, and the store of keys and values, a warp a head. Grid: (heads + 2 kv heads by PREPARE_WARPS, rows).
+KERNEL __launch_bounds__(PREPARE_WARPS * 32) void attn_prepare(Prepare p) {
+    const int EACH = DIM / 32; // numbers of a lane: lane, lane + 32, …
+    __shared__ float room[PREPARE_WARPS][DIM];
     next();
     previous();
     const Shape &s = p.shape;
-    int head = blockIdx.x, i = threadIdx.x;
+    int lane = threadIdx.x % 32, head = blockIdx.x * PREPARE_WARPS + threadIdx.x / 32;
+    if (head >= s.heads + 2 * s.kv_heads) return;
     long row = blockIdx.y;
     bool query = head < s.heads, key = !query && head < s.heads + s.kv_heads;
     // Gates lie between queries and keys.
-    float *at = p.projected + row * s.stride + (query ? head : s.heads + head) * DIM + i, x = *at;
+    float *at = p.projected + row * s.stride + (query ? head : s.heads + head) * DIM, x[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) x[j] = at[j * 32 + lane];
     if (query || key) {
-        x *= 1.0f / sqrtf(block_sum(x * x, room) / (float)DIM + p.eps) * (query ? p.query_norm : p.key_norm)[i];
-        numbers[i] = x;
-        __syncthreads();
-        if (i < p.dims) {
-            int half = p.dims / 2;
-            float cosine = p.rotations[row * p.dims + i % half], sine = p.rotations[row * p.dims + half + i % half];
-            float other = numbers[i < half ? i + half : i - half];
-            x = i < half ? x * cosine - other * sine : x * cosine + other * sine;
+        const float *norm = query ? p.query_norm : p.key_norm;
+        float *numbers = room[threadIdx.x / 32], squares = 0.0f;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) squares += x[j] * x[j];
+        float factor = 1.0f / sqrtf(warp_sum(squares) / (float)DIM + p.eps);
+#pragma unroll
+        for (int j = 0; j < EACH; j++) numbers[j * 32 + lane] = x[j] *= factor * norm[j * 32 + lane];
+        __syncwarp();
+        const float *cosines = p.rotations + row * p.dims, *sines = cosines + p.dims / 2;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            int i = j * 32 + lane, half = p.dims / 2;
+            if (i < half) x[j] = x[j] * cosines[i] - numbers[i + half] * sines[i];
+            else if (i < p.dims) x[j] = x[j] * cosines[i - half] + numbers[i - half] * sines[i - half];
+            at[i] = x[j];
+            if (query && p.queries) p.queries[(row * s.heads + head) * DIM + i] = (u16)f16_pair(x[j], 0.0f);
         }
-        *at = x;
     }
     if (!query) {
         u32 position = p.positions[row];
         int kv_head = key ? head - s.heads : head - s.heads - s.kv_heads;
-        Kv *to = head_of(p.pages[row][position / PAGE], s, key ? 0 : 1, kv_head);
-        kv_store(to + (long)(position % PAGE) * DIM + i, x);
+        Kv *to = head_of(p.pages[row][position / PAGE], s, key ? 0 : 1, kv_head) + (long)(position % PAGE) * DIM;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) kv_store(to + j * 32 + lane, x[j]);
     }
 }
 
@@ -87,7 +102,7 @@ struct Mix {
     Shape shape;
     const float *projected; // [rows, stride]
     Kv *const *pages;       // of the sequence
-    u16 *out;               // [rows, heads · DIM] bf16: gated
+    u16 *out;               // [rows, heads · DIM]: queries as f16; in their place comes what is mixed, bf16 and gated
     int rows, position;     // of the first row
 };
 
@@ -137,14 +152,12 @@ KERNEL __launch_bounds__(128) void attn_mix(Mix p) {
     int blocks = (p.position + first + count + BLOCK - 1) / BLOCK;
 
     load_block(keys, head_of(p.pages[0], s, 0, kv_head));
-    copies_commit();
     for (int i = threadIdx.x; i < BLOCK * CHUNKS; i += blockDim.x) {
         int row = i / CHUNKS, chunk = i % CHUNKS;
-        const float *x = p.projected + (long)(first + min(row, count - 1)) * s.stride + head * DIM + chunk * 8;
-        u32 packed[4];
-        for (int j = 0; j < 4; j++) packed[j] = f16_pair(x[2 * j], x[2 * j + 1]);
-        store_16(chunk_at(queries, row, chunk), packed);
+        const u16 *from = p.out + ((long)(first + min(row, count - 1)) * s.heads + head) * DIM + chunk * 8;
+        copy_16(chunk_at(queries, row, chunk), from, true);
     }
+    copies_commit();
     float out[DIM / 8][4], largest[2] = {-1e30f, -1e30f}, sums[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < DIM / 8; j++) out[j][0] = out[j][1] = out[j][2] = out[j][3] = 0.0f;
@@ -226,13 +239,19 @@ KERNEL __launch_bounds__(128) void attn_mix(Mix p) {
         int row = warp * 16 + lane / 4 + half * 8;
         if (row >= count) continue;
         long at = (long)(first + row);
-        const float *gate = p.projected + at * s.stride + (s.heads + head) * DIM;
-        u16 *to = p.out + at * s.heads * DIM + head * DIM;
+        const float *gates = p.projected + at * s.stride + (s.heads + head) * DIM + lane % 4 * 2;
+        u16 *to = p.out + (at * s.heads + head) * DIM + lane % 4 * 2;
+        const int BATCH = CHUNKS < 8 ? CHUNKS : 8; // loads on their way before a store, which the compiler takes for one to gates
 #pragma unroll
-        for (int j = 0; j < DIM / 8; j++) {
-            int i = j * 8 + lane % 4 * 2;
-            float x = out[j][2 * half] / sum * sigmoid(gate[i]), y = out[j][2 * half + 1] / sum * sigmoid(gate[i + 1]);
-            *(u32 *)(to + i) = bf16_pair(x, y);
+        for (int j = 0; j < CHUNKS; j += BATCH) {
+            float2 gate[BATCH];
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) gate[k] = *(const float2 *)(gates + (j + k) * 8);
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) {
+                float x = out[j + k][2 * half] / sum * sigmoid(gate[k].x), y = out[j + k][2 * half + 1] / sum * sigmoid(gate[k].y);
+                *(u32 *)(to + (j + k) * 8) = bf16_pair(x, y);
+            }
         }
     }
 }

@@ -17,7 +17,7 @@ const int TILE_M = 256, TILE_N = 128, STEP = 64, CONSUMERS = 256, PRODUCERS = 12
 const int ROWS_AT_ONCE = PRODUCERS / 8; // rows of a stage that producers copy at a time, eight chunks each
 const int A_BYTES = TILE_M * STEP * 2, B_BYTES = TILE_N * STEP * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 
-enum Then { STORE, ADD, SCALE, GATED, PAIRS };
+enum Then { STORE, ADD, SCALE, GATED, PAIRS, SPLIT };
 
 /// Rows of one expert's pairs: a tile of a grouped product.
 struct Tile {
@@ -28,41 +28,21 @@ struct Tile {
 };
 
 struct Gemm {
-    const u16 *a;        // [m or rows that pairs name, k]
-    const u16 *b;        // [matrices][n, k]; GATED: [2 n, k], gate rows first
-    void *out;           // STORE, ADD, SCALE: f32; GATED, PAIRS: bf16
+    const u16 *a;        // [m or rows that pairs name, k]; SPLIT: [m, 2, k / 3], low and high
+    const u16 *b;        // [matrices][n, k]; GATED: [2 n, k], gate rows first; SPLIT: [n, 2, k / 3], high and low
+    void *out;           // f32; GATED, PAIRS: bf16
     const float *scale;  // SCALE: of each row; PAIRS: of each pair
     const u32 *pairs;    // sorted pairs, for grouped products
     const Tile *tiles;   // of grouped products
     const int *count;    // of tiles
     long matrix;         // numbers from one matrix of b to the next
-    int m, n, k;
+    int m, n, k;         // SPLIT: k is of low · high, high · high and high · low, one behind the other
     int tile_rows;       // of products that are not grouped: 64, 128 or 256
-    int a_stride, out_stride;
+    int a_stride, b_stride, out_stride;
     int used;            // pairs of a row
 };
 
 #if WGMMA
-
-/// c += a · b over 16 of k: a [64, 16], b [128, 16] in shared memory.
-DEVICE void multiply_tile(float c[64], u64 a, u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, 1, 1, 1, 0, 0;"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
-          "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
-          "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
-          "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]),
-          "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]),
-          "+f"(c[40]), "+f"(c[41]), "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]),
-          "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]),
-          "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])
-        : "l"(a), "l"(b));
-}
 
 /// One step of BLOCKS blocks of rows.
 template <int BLOCKS> DEVICE void products(float c[BLOCKS][64], u32 stage, int group) {
@@ -72,7 +52,7 @@ template <int BLOCKS> DEVICE void products(float c[BLOCKS][64], u32 stage, int g
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
             u64 a = descriptor(stage + (group + 2 * i) * 64 * 128);
-            multiply_tile(c[i], a + 2 * part, b + 2 * part);
+            multiply_tile<TILE_N>(c[i], a + 2 * part, b + 2 * part);
         }
     }
     products_commit();
@@ -146,25 +126,28 @@ DEVICE void sources(Sources &from, const Gemm &p, const Tile &tile, int first_n,
         int n = THEN == GATED ? first_n + row % (TILE_N / 2) : first_n + row;
         bool valid = n < p.n;
         if (THEN == GATED && row >= TILE_N / 2) n += p.n;
-        from.b[i] = (valid ? n : 0) * p.k + thread % 8 * 8;
+        from.b[i] = (valid ? n : 0) * p.b_stride + thread % 8 * 8;
         from.b_valid |= (u32)valid << i;
     }
 }
 
 /// Fills a stage with the numbers k .. k + 64; zeros where there are none.
+template <Then THEN>
 DEVICE void fill(const Gemm &p, const Sources &from, const u16 *b, int thread, u32 stage, int k) {
-    int row = thread / 8, chunk = thread % 8;
-    bool inside = k + chunk * 8 < p.k;
+    int row = thread / 8, chunk = thread % 8, at = k + chunk * 8;
+    bool inside = at < p.k;
+    // SPLIT: the last third of k takes a's second part again, the last two b's parts.
+    int a_back = THEN == SPLIT && at >= p.k / 3 * 2 ? p.k / 3 : 0, b_back = THEN == SPLIT && at >= p.k / 3 ? p.k / 3 : 0;
     u32 to = stage + row * 128 + (chunk ^ row % 8) * 16;
 #pragma unroll
     for (int i = 0; i < TILE_M / ROWS_AT_ONCE; i++) {
         if (i >= from.a_count) break;
-        copy_16(to + i * ROWS_AT_ONCE * 128, p.a + from.a[i] + k, inside && from.a_valid >> i & 1);
+        copy_16(to + i * ROWS_AT_ONCE * 128, p.a + from.a[i] + k - a_back, inside && from.a_valid >> i & 1);
     }
 #pragma unroll
     for (int i = 0; i < TILE_N / ROWS_AT_ONCE; i++) {
         bool valid = inside && from.b_valid >> i & 1;
-        copy_16(to + A_BYTES + i * ROWS_AT_ONCE * 128, b + from.b[i] + k, valid);
+        copy_16(to + A_BYTES + i * ROWS_AT_ONCE * 128, b + from.b[i] + k - b_back, valid);
     }
 }
 
@@ -176,7 +159,7 @@ template <Then THEN, bool GROUPED> DEVICE void produce(const Gemm &p, const Tile
     const u16 *b = p.b + tile.matrix * p.matrix;
     for (int k = 0; k < p.k; k += STEP, ring.count++) {
         barrier_wait(ring.empty + Ring::offset(ring.count), Ring::parity(ring) ^ 1);
-        fill(p, from, b, thread, Ring::stage(ring), k);
+        fill<THEN>(p, from, b, thread, Ring::stage(ring), k);
         barrier_arrive_copied(ring.full + Ring::offset(ring.count));
     }
 }
@@ -331,6 +314,9 @@ ROWS void gemm_add(__grid_constant__ const Gemm p) { gemm<ADD, false>(p); }
 
 /// out = scale · a bᵀ.
 ROWS void gemm_scale(__grid_constant__ const Gemm p) { gemm<SCALE, false>(p); }
+
+/// out = a bᵀ of factors that are sums of two, but for low · low.
+ROWS void gemm_split(__grid_constant__ const Gemm p) { gemm<SPLIT, false>(p); }
 
 /// out = SiLU(a gateᵀ) ⊙ (a upᵀ), as bf16.
 ROWS void gemm_gated(__grid_constant__ const Gemm p) { gemm<GATED, false>(p); }

@@ -6,7 +6,7 @@ struct Norm {
     const float *weight; // [cols]
     float *out;          // [rows, cols]; may be null
     u16 *rounded;        // the same as bf16; may be null
-    u16 *split;          // the same as low | high | high, bf16; may be null
+    u16 *split;          // the same as [rows, 2, cols], low and high, bf16; may be null
     const float *dot;    // [cols]; may be null
     float *share;        // sigmoid(out · dot) of each row
     int cols;
@@ -34,8 +34,8 @@ KERNEL void rms_norm(Norm p) {
         if (p.out) *(float4 *)(p.out + row * p.cols + i) = y;
         if (p.rounded) *(uint2 *)(p.rounded + row * p.cols + i) = high;
         if (p.split) {
-            u16 *to = p.split + row * 3 * p.cols + i;
-            *(uint2 *)(to + p.cols) = *(uint2 *)(to + 2 * p.cols) = high;
+            u16 *to = p.split + row * 2 * p.cols + i;
+            *(uint2 *)(to + p.cols) = high;
             float4 low = make_float4(y.x - bf16_value((u16)high.x), y.y - bf16_value((u16)(high.x >> 16)),
                                      y.z - bf16_value((u16)high.y), y.w - bf16_value((u16)(high.y >> 16)));
             *(uint2 *)to = make_uint2(bf16_pair(low.x, low.y), bf16_pair(low.z, low.w));
@@ -110,7 +110,7 @@ struct Tiles {
     int listed, tile_rows;
 };
 
-/// Tiles of the pairs of listed experts. One block of 1024 threads.
+/// Tiles of the pairs of listed experts, each expert's about alike in rows. One block of 1024 threads.
 KERNEL void group_tiles(Tiles p) {
     __shared__ int sums[1024];
     int t = threadIdx.x, pairs = t < p.listed ? p.counts[p.list[t]] : 0;
@@ -123,10 +123,12 @@ KERNEL void group_tiles(Tiles p) {
         sums[t] += before;
     }
     if (t == 1023) *p.count = sums[t];
+    // Whole groups of 16, as they are multiplied.
+    int each = own > 0 ? ((pairs + own - 1) / own + 15) / 16 * 16 : 0;
     for (int i = 0; i < own; i++) {
         Tile tile;
-        tile.first = p.starts[p.list[t]] + i * p.tile_rows;
-        tile.rows = min(p.tile_rows, pairs - i * p.tile_rows);
+        tile.first = p.starts[p.list[t]] + i * each;
+        tile.rows = min(each, pairs - i * each);
         tile.matrix = t;
         tile.expert = p.list[t];
         p.tiles[sums[t] - own + i] = tile;

@@ -12,29 +12,45 @@ DEVICE uint4 round_group(const float w[8]) {
     return make_uint4(bf16_pair(w[0], w[1]), bf16_pair(w[2], w[3]), bf16_pair(w[4], w[5]), bf16_pair(w[6], w[7]));
 }
 
+const int MOST_MATRICES = 4;
+
+/// Matrices of one width, of which the room of each lies behind that of the one before.
 struct Decode {
-    const u8 *from;
+    const u8 *from[MOST_MATRICES];
+    long ends[MOST_MATRICES]; // groups up to the end of each, the last one's end for those that are not there
     void *to;
-    long groups;
 };
 
-/// groups · 8 weights to f32.
-KERNEL void decode_f32(Decode p) {
+/// Decodes a group, and returns whether there is one.
+DEVICE bool decode_one(const Decode &p, long index, float w[8]) {
+    if (index >= p.ends[MOST_MATRICES - 1]) return false;
+    const u8 *from = p.from[0];
+    long start = 0;
+#pragma unroll
+    for (int i = 1; i < MOST_MATRICES; i++) {
+        if (index >= p.ends[i - 1]) from = p.from[i], start = p.ends[i - 1];
+    }
+    decode_group(from, index - start, w);
+    return true;
+}
+
+/// Weights to f32.
+KERNEL void decode_f32(__grid_constant__ const Decode p) {
     long index = (long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (index >= p.groups) return;
     float w[8];
-    decode_group(p.from, index, w);
+    if (!decode_one(p, index, w)) return;
     float4 *to = (float4 *)p.to + index * 2;
     to[0] = make_float4(w[0], w[1], w[2], w[3]);
     to[1] = make_float4(w[4], w[5], w[6], w[7]);
 }
 
-/// groups · 8 weights to bf16.
-KERNEL void decode_bf16(Decode p) {
+/// Weights to bf16. They are decoded while the kernel before may still use the room.
+KERNEL void decode_bf16(__grid_constant__ const Decode p) {
+    next();
     long index = (long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (index >= p.groups) return;
     float w[8];
-    decode_group(p.from, index, w);
+    if (!decode_one(p, index, w)) return;
+    previous();
     ((uint4 *)p.to)[index] = round_group(w);
 }
 
@@ -63,17 +79,17 @@ struct DecodeSplit {
     int rows, cols;
 };
 
-/// A matrix as sums of two bf16: row r becomes high | high | low, 3 · cols numbers. Against rows low | high | high
-/// of activations their products are those of f32 but for 2^-17.
+/// A matrix as sums of two bf16: [rows, 2, cols], high and low. Against activations that are sums of two, their
+/// products are those of f32 but for 2^-17 without low · low.
 KERNEL void decode_split(DecodeSplit p) {
     long index = (long)blockIdx.x * blockDim.x + threadIdx.x, per_row = p.cols / 8;
     if (index >= p.rows * per_row) return;
     float w[8], low[8];
     decode_group(p.from, index, w);
     for (int i = 0; i < 8; i++) low[i] = w[i] - bf16_value(bf16(w[i]));
-    uint4 *row = (uint4 *)p.to + index / per_row * 3 * per_row + index % per_row;
-    row[0] = row[per_row] = round_group(w);
-    row[2 * per_row] = round_group(low);
+    uint4 *row = (uint4 *)p.to + index / per_row * 2 * per_row + index % per_row;
+    row[0] = round_group(w);
+    row[per_row] = round_group(low);
 }
 
 struct Embed {

@@ -29,7 +29,7 @@ impl Cuda {
         let count = (used + margin).min(experts).min(MOST.max(used));
         let moe = &self.weights.dense.layers[layer].moe;
         let (router, weight) = (moe.router, moe.norm);
-        let parts = [6 * hidden, 4 * experts, 4 * count, 4 * count, 4 * count];
+        let parts = [4 * hidden, 4 * experts, 4 * count, 4 * count, 4 * count];
         let mut at = self.scratch.ahead.take(&device, rows * parts.iter().sum::<usize>())?;
         let [split, logits, ids, weights, order] = parts.map(|bytes| {
             at += (rows * bytes) as u64;

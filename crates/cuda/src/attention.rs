@@ -7,7 +7,7 @@ use model::{AttentionWeights, GRID, Mixer};
 
 use crate::Cuda;
 use crate::few::{Input, side_by_side};
-use crate::linear::Then;
+use crate::linear::Product;
 use crate::open::{Open, attention_columns};
 use crate::weights::Matrix;
 
@@ -42,6 +42,7 @@ struct Prepare {
     key_norm: u64,
     pages: u64,
     positions: u64,
+    queries: u64,
     eps: f32,
     dims: i32,
 }
@@ -68,6 +69,9 @@ struct Single {
     out: u64,
     blocks: i32,
 }
+
+/// Heads of a block of `attn_prepare`.
+const PREPARE_WARPS: usize = 8;
 
 impl Cuda {
     fn attention_weights(&self, layer: usize) -> AttentionWeights<Matrix, u64> {
@@ -109,7 +113,7 @@ impl Cuda {
             self.few(&side_by_side(&matrices, projected), input, stride, false)?;
         } else {
             let x = self.mixer_input(open, layer, &rows)?;
-            self.gemm(&matrices, x, (projected, stride), Then::Store)?;
+            self.gemm(&matrices, x, (projected, stride), Product::Store)?;
         }
         let spec = &self.model.spec;
         let attention = &spec.attention;
@@ -121,11 +125,13 @@ impl Cuda {
             key_norm: weights.key_norm,
             pages: open.tables.row_pages + 8 * rows.start as u64,
             positions: open.tables.positions + 4 * rows.start as u64,
+            queries: if open.single { 0 } else { open.buffers.mixed.at() },
             eps: spec.rms_eps,
             dims: attention.rope_dims as i32,
         };
-        let grid = (attention.heads + 2 * attention.kv_heads, rows.len(), 1);
-        self.device.launch(&self.kernels.attn_prepare, grid, attention.head_dim, 0, &p)
+        let heads = attention.heads + 2 * attention.kv_heads;
+        let grid = (heads.div_ceil(PREPARE_WARPS), rows.len(), 1);
+        self.device.launch(&self.kernels.attn_prepare, grid, 32 * PREPARE_WARPS, 0, &p)
     }
 
     pub(crate) fn attn_mix_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
@@ -144,9 +150,23 @@ impl Cuda {
                 rows: part.len() as i32,
                 position: open.pass.runs[index].position(part.start) as i32,
             };
-            let grid = (attention.heads, part.len().div_ceil(GRID), 1);
-            let shared = 3 * GRID * attention.head_dim * 2;
-            self.device.launch(&self.kernels.attn_mix, grid, 128, shared, &p)?;
+            let tiles = part.len().div_ceil(GRID);
+            match &self.kernels.attn_mix_pair {
+                Some((kernel, shared)) if attention.heads / attention.kv_heads % 2 == 0 => {
+                    let blocks = (attention.heads / 2 * tiles).min(self.device.processors as usize);
+                    self.device.launch(kernel, (blocks, 1, 1), 3 * 128, *shared, &p)?;
+                }
+                _ => {
+                    let shared = 3 * GRID * attention.head_dim * 2;
+                    self.device.launch(
+                        &self.kernels.attn_mix,
+                        (attention.heads, tiles, 1),
+                        128,
+                        shared,
+                        &p,
+                    )?;
+                }
+            }
         }
         Ok(())
     }

@@ -7,9 +7,9 @@ use model::{DeltaWeights, GRID, Mixer};
 
 use crate::Cuda;
 use crate::few::{Input, Output, side_by_side};
-use crate::linear::{Rows, Then};
+use crate::linear::{Product, Rows};
 use crate::open::{Open, delta_columns};
-use crate::sources::{scan_shared, scan_stages};
+use crate::sources::{prepare_shared, scan_shared, scan_stages};
 use crate::weights::Matrix;
 
 type Done = Result<(), DriverError>;
@@ -142,7 +142,7 @@ impl Cuda {
             return self.few(&outputs, self.few_input(open, layer, &rows), stride, false);
         }
         let x = self.mixer_input(open, layer, &rows)?;
-        self.gemm(&[qkv, z, beta_alpha], x, (out, stride), Then::Store)
+        self.gemm(&[qkv, z, beta_alpha], x, (out, stride), Product::Store)
     }
 
     pub(crate) fn delta_out_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
@@ -173,7 +173,7 @@ impl Cuda {
             let output = Output { matrix, out: to, exact: false };
             return self.few(&[output], (single, x.count), hidden, true);
         }
-        self.gemm(&[matrix], x, (to, hidden), Then::Add)
+        self.gemm(&[matrix], x, (to, hidden), Product::Add)
     }
 
     pub(crate) fn delta_mix_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
@@ -254,9 +254,7 @@ impl Cuda {
             first_offset,
             rows,
         };
-        let shared =
-            3 * GRID * (dim + 8) * 2 + 2 * GRID * GRID * 4 + 2 * GRID * (GRID + 8) * 2 + 2 * GRID * 4;
-        device.launch(&self.kernels.delta_prepare, (cells, heads, 1), 128, shared, &prepare)?;
+        device.launch(&self.kernels.delta_prepare, (cells, heads, 1), 128, prepare_shared(dim), &prepare)?;
         let scan = Scan {
             shape,
             mixed,
@@ -271,7 +269,7 @@ impl Cuda {
             cells: cells as i32,
         };
         let shared = scan_shared(dim, scan_stages(&self.target, dim));
-        device.launch(&self.kernels.delta_scan, (heads, dim / 32, 1), 128, shared, &scan)?;
+        device.launch(&self.kernels.delta_scan, (heads, dim / 32, 1), 256, shared, &scan)?;
         let window = Window { shape, projected, old: stretch.slot, window: stretch.slot, rows };
         device.launch(&self.kernels.delta_window, (spec.channels().div_ceil(128), 1, 1), 128, 0, &window)
     }

@@ -7,7 +7,7 @@ use half::bf16;
 use model::Matrix;
 
 use crate::few::{Input, Output};
-use crate::linear::{Rows, Then};
+use crate::linear::{Product, Rows};
 use crate::open::Open;
 use crate::{Cuda, weights};
 
@@ -104,7 +104,7 @@ impl Cuda {
         }
         let rounded = buffers.last_rounded.take(&device, 2 * logits * spec.hidden)?;
         self.norm(logits, Norm { index: open.tables.logits, rounded, ..norm })?;
-        self.gemm(&[output], Rows { at: rounded, count: logits }, (to, stride), Then::Store)
+        self.gemm(&[output], Rows { at: rounded, count: logits }, (to, stride), Product::Store)
     }
 
     /// f32 rows of the GPU: `count` rows of `cols` columns that lie `stride` apart.

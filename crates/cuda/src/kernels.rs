@@ -7,9 +7,10 @@ use model::{KvType, Model, Spec};
 use quant::Type;
 
 use crate::compile;
+use crate::dense::DenseKernels;
 use crate::driver::{Device, Function, Module, failed};
 use crate::error::Result;
-use crate::sources::{PAIR_TILES, PairTiles, Source, Target, pair_buffers};
+use crate::sources::{PAIR_TILES, PairTiles, Source, Target, mix_shared, pair_buffers};
 
 /// Kernels that touch weights of one type.
 pub(crate) struct WeightKernels {
@@ -36,6 +37,7 @@ pub(crate) struct Kernels {
     pub(crate) gemm_add: Function,
     pub(crate) gemm_scale: Function,
     pub(crate) gemm_gated: Function,
+    pub(crate) gemm_split: Function,
     pub(crate) gemm_experts_gated: Function,
     pub(crate) gemm_experts_down: Function,
     pub(crate) rms_norm: Function,
@@ -54,6 +56,8 @@ pub(crate) struct Kernels {
     pub(crate) attn_rotations: Function,
     pub(crate) attn_prepare: Function,
     pub(crate) attn_mix: Function,
+    /// The same of two heads that share a kv head, where there is one, and its bytes of shared memory.
+    pub(crate) attn_mix_pair: Option<(Function, usize)>,
     pub(crate) attn_single: Function,
     pub(crate) attn_join: Function,
     pub(crate) few_rows: Function,
@@ -62,6 +66,8 @@ pub(crate) struct Kernels {
     pub(crate) experts_down: Function,
     /// Types by the numbers those three know them by.
     pub(crate) few_types: Vec<Type>,
+    /// Of GPUs that have them.
+    pub(crate) dense: Option<DenseKernels>,
     weights: BTreeMap<Type, WeightKernels>,
     experts: BTreeMap<Type, [ExpertKernels; 2]>,
     /// Keeps the functions alive.
@@ -91,7 +97,9 @@ impl Kernels {
         sources.extend(fused.iter().map(|(_, source)| source.clone()));
         let mut modules = load(device, &sources)?.into_iter();
         let mut next = || modules.next().expect("a module for each source");
-        let (gemm, rows, delta, attention, few) = (next(), next(), next(), next(), next());
+        let (gemm, rows, delta, attention) = (next(), next(), next(), next());
+        let dense = Source::dense(target).map(|_| next());
+        let few = next();
         let find = |module: &Module, name: &'static str| module.function(name).map_err(failed(name));
         let early = |module: &Module, name: &'static str| Ok::<_, crate::Error>(find(module, name)?.early());
         let mut weights = BTreeMap::new();
@@ -122,6 +130,7 @@ impl Kernels {
             gemm_add: find(&gemm, "gemm_add")?,
             gemm_scale: find(&gemm, "gemm_scale")?,
             gemm_gated: find(&gemm, "gemm_gated")?,
+            gemm_split: find(&gemm, "gemm_split")?,
             gemm_experts_gated: find(&gemm, "gemm_experts_gated")?,
             gemm_experts_down: find(&gemm, "gemm_experts_down")?,
             rms_norm: find(&rows, "rms_norm")?,
@@ -140,6 +149,9 @@ impl Kernels {
             attn_rotations: find(&attention, "attn_rotations")?,
             attn_prepare: early(&attention, "attn_prepare")?,
             attn_mix: find(&attention, "attn_mix")?,
+            attn_mix_pair: mix_shared(target, model.spec.attention.head_dim)
+                .map(|shared| Ok::<_, crate::Error>((find(&attention, "attn_mix_pair")?, shared)))
+                .transpose()?,
             attn_single: early(&attention, "attn_single")?,
             attn_join: early(&attention, "attn_join")?,
             few_rows: early(&few, "few_rows")?,
@@ -147,9 +159,10 @@ impl Kernels {
             experts_up: early(&few, "experts_up")?,
             experts_down: early(&few, "experts_down")?,
             few_types,
+            dense: dense.as_ref().map(|module| DenseKernels::new(module, target)).transpose()?,
             weights,
             experts,
-            _modules: [gemm, rows, delta, attention, few].into_iter().chain(of_types).collect(),
+            _modules: [gemm, rows, delta, attention, few].into_iter().chain(dense).chain(of_types).collect(),
         })
     }
 
@@ -170,7 +183,7 @@ impl WeightKernels {
         let find = |name: &'static str| module.function(name).map_err(failed(name));
         Ok(WeightKernels {
             decode_f32: find("decode_f32")?,
-            decode_bf16: find("decode_bf16")?,
+            decode_bf16: find("decode_bf16")?.early(),
             decode_experts: find("decode_experts")?,
             decode_split: find("decode_split")?,
             embed: find("embed")?,
@@ -180,12 +193,14 @@ impl WeightKernels {
 
 /// Everything but the kernels of weight types.
 pub fn sources(target: &Target, spec: &Spec, kv: KvType) -> Vec<Source> {
-    vec![
+    let mut sources = vec![
         Source::gemm(target),
         Source::rows(target),
         Source::delta(target, spec.delta.head_dim),
         Source::attention(target, spec.attention.head_dim, kv),
-    ]
+    ];
+    sources.extend(Source::dense(target));
+    sources
 }
 
 /// Every source that any model asks for on a GPU without a compiler: what is compiled for those who have none.
@@ -199,6 +214,7 @@ pub fn package() -> Vec<Source> {
             Source::fetch(&target),
             Source::peaks(&target),
         ];
+        sources.extend(Source::dense(&target));
         sources.push(Source::few(&target, &all));
         // The heads that are accepted.
         sources.extend([32, 64, 96, 128].map(|dim| Source::delta(&target, dim)));

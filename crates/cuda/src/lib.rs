@@ -17,10 +17,12 @@ mod attention;
 mod backend;
 mod compile;
 mod delta;
+mod dense;
 mod driver;
 mod error;
 mod fetch;
 mod few;
+mod few_experts;
 mod graph;
 mod grouped;
 mod head;
@@ -47,6 +49,7 @@ use cudarc::driver::DriverError;
 use model::{Capabilities, Limits, Model, ResidentWeights, Stage};
 
 pub use compile::compile;
+pub use dense::products;
 pub use driver::count;
 use driver::{Device, Event, Module, Pinned, failed};
 pub use error::{Error, Result};
@@ -55,6 +58,7 @@ pub use fetch::{Fetching, PinnedExperts};
 use graph::Graphs;
 use kernels::{Kernels, WeightKernels};
 pub use kernels::{package, sources};
+pub use linear::Product;
 use open::{Buffers, Open, Scratch};
 use pace::Pace;
 pub use pipeline::Pipeline;
@@ -257,8 +261,8 @@ pub fn decode(ty: quant::Type, bytes: &[u8], len: usize) -> Result<Vec<f32>> {
     let run = || {
         let (from, to) = (device.allocate(bytes.len())?, device.allocate(4 * len)?);
         device.upload(bytes, from.at)?;
-        let parameters = linear::Decode { from: from.at, to: to.at, groups: (len / 8) as i64 };
-        device.launch(&kernels.decode_f32, (len.div_ceil(8 * 256), 1, 1), 256, 0, &parameters)?;
+        let p = linear::Decode::new(std::iter::once((from.at, len)), to.at);
+        device.launch(&kernels.decode_f32, (p.blocks(), 1, 1), 256, 0, &p)?;
         device.download(to.at, len)
     };
     run().map_err(failed("decoding"))

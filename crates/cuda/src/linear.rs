@@ -9,13 +9,35 @@ use crate::weights::Matrix;
 
 type Done = Result<(), DriverError>;
 
+/// Matrices that one launch of `decode_f32` or `decode_bf16` can take.
+const MOST_MATRICES: usize = 4;
+
 /// Parameters of `decode_f32` and `decode_bf16`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Decode {
-    pub(crate) from: u64,
-    pub(crate) to: u64,
-    pub(crate) groups: i64,
+    from: [u64; MOST_MATRICES],
+    ends: [i64; MOST_MATRICES],
+    to: u64,
+}
+
+impl Decode {
+    /// Of matrices that begin at these addresses and have so many weights, to rooms one behind the other.
+    pub(crate) fn new(matrices: impl Iterator<Item = (u64, usize)>, to: u64) -> Decode {
+        let (mut p, mut end) = (Decode { from: [0; MOST_MATRICES], ends: [0; MOST_MATRICES], to }, 0);
+        let mut matrices = matrices.fuse();
+        for i in 0..MOST_MATRICES {
+            let (at, weights) = matrices.next().unwrap_or((0, 0));
+            end += weights as i64 / 8;
+            (p.from[i], p.ends[i]) = (at, end);
+        }
+        p
+    }
+
+    /// Blocks of 256 threads that a launch takes.
+    pub(crate) fn blocks(&self) -> usize {
+        (self.ends[MOST_MATRICES - 1] as usize).div_ceil(256)
+    }
 }
 
 /// Parameters of `decode_split`.
@@ -28,7 +50,7 @@ struct DecodeSplit {
     cols: i32,
 }
 
-/// Parameters of the products of many rows.
+/// Parameters of the products of many rows (`gemm.cu`).
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Gemm {
@@ -45,17 +67,24 @@ pub(crate) struct Gemm {
     pub(crate) k: i32,
     pub(crate) tile_rows: i32,
     pub(crate) a_stride: i32,
+    pub(crate) b_stride: i32,
     pub(crate) out_stride: i32,
     pub(crate) used: i32,
 }
 
-/// What becomes of the results.
+/// A product of many rows with one matrix, and what becomes of the results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Then {
+pub enum Product {
+    /// Stored.
     Store,
+    /// Added to what is there.
     Add,
-    /// Times a number for each row, at this address.
-    Scale(u64),
+    /// Times a number for each row.
+    Scale,
+    /// SiLU of the results of the first half of the weights' rows, times those of the other half.
+    Gated,
+    /// Of factors that are sums of two bf16.
+    Split,
 }
 
 /// Rows that are multiplied, bf16.
@@ -72,37 +101,54 @@ impl Cuda {
         matrices: &[Matrix],
         x: Rows,
         (out, stride): (u64, usize),
-        then: Then,
+        product: Product,
     ) -> Done {
         let b = self.decoded(matrices)?;
         let (n, k) = (matrices.iter().map(|m| m.rows).sum::<usize>(), matrices[0].cols);
-        let (kernel, scale) = match then {
-            Then::Store => (self.kernels.gemm_store, 0),
-            Then::Add => (self.kernels.gemm_add, 0),
-            Then::Scale(at) => (self.kernels.gemm_scale, at),
-        };
-        self.multiply(&kernel, 128, dense((x.at, x.count), b, (out, stride), (n, k), scale))
+        self.multiply(product, dense((x.at, x.count), b, (out, stride), (n, k), 0))
     }
 
-    /// SiLU(x gateᵀ) ⊙ (x upᵀ) as bf16.
-    pub(crate) fn gated_gemm(&mut self, gate: Matrix, up: Matrix, x: Rows, out: u64) -> Done {
-        let b = self.decoded(&[gate, up])?;
-        let p = dense((x.at, x.count), b, (out, gate.rows), (gate.rows, gate.cols), 0);
-        let kernel = self.kernels.gemm_gated;
-        self.multiply(&kernel, 64, p)
+    /// out[r] = scale[r] · (SiLU(x[r] gateᵀ) ⊙ (x[r] upᵀ)) downᵀ; `inner` has room for what is multiplied last, as bf16.
+    pub(crate) fn gated_network(
+        &mut self,
+        [gate, up, down]: [Matrix; 3],
+        x: Rows,
+        inner: u64,
+        (out, scale): (u64, u64),
+    ) -> Done {
+        let b = self.decoded(&[gate, up, down])?;
+        let p = dense((x.at, x.count), b, (inner, gate.rows), (gate.rows, gate.cols), 0);
+        self.multiply(Product::Gated, p)?;
+        let b = b + 2 * (gate.rows * gate.cols + up.rows * up.cols) as u64;
+        let p = dense((inner, x.count), b, (out, down.rows), (down.rows, down.cols), scale);
+        self.multiply(Product::Scale, p)
     }
 
-    /// Launches a product that is not grouped over tiles of `width` columns, as many blocks as there are multiprocessors or
-    /// tiles.
-    fn multiply(&self, kernel: &Function, width: usize, p: Gemm) -> Done {
+    /// Launches a product that is not grouped.
+    fn multiply(&self, product: Product, p: Gemm) -> Done {
+        match &self.kernels.dense {
+            Some(kernels) if kernels.can(product, &p) => kernels.multiply(&self.device, product, &p),
+            _ => self.multiply_anywhere(product, p),
+        }
+    }
+
+    /// By the kernels that all GPUs have, over tiles of some columns, as many blocks as there are multiprocessors or tiles.
+    fn multiply_anywhere(&self, product: Product, p: Gemm) -> Done {
         // Rows of a tile, and what a step of one takes: half of its time goes to columns of weights.
         const HEIGHTS: [(usize, usize); 3] = [(256, 16), (128, 10), (64, 8)];
+        let (kernel, width, thirds) = match product {
+            Product::Store => (&self.kernels.gemm_store, 128, 1),
+            Product::Add => (&self.kernels.gemm_add, 128, 1),
+            Product::Scale => (&self.kernels.gemm_scale, 128, 1),
+            Product::Gated => (&self.kernels.gemm_gated, 64, 1),
+            Product::Split => (&self.kernels.gemm_split, 128, 3),
+        };
         let processors = self.device.processors as usize;
         let tiles = |rows: usize| (p.m as usize).div_ceil(rows) * (p.n as usize).div_ceil(width);
         let time = |&&(rows, step): &&(usize, usize)| tiles(rows).div_ceil(processors) * step;
         let (rows, _) = HEIGHTS.iter().min_by_key(time).expect("there are some");
         let (_, shared) = gemm_stages(&self.target);
-        let p = Gemm { tile_rows: *rows as i32, ..p };
+        let p = Gemm { tile_rows: *rows as i32, k: thirds * p.k, ..p };
         self.device.launch(kernel, (tiles(*rows).min(processors), 1, 1), 384, shared, &p)
     }
 
@@ -116,31 +162,30 @@ impl Cuda {
         self.device.launch(kernel, (self.device.processors as usize, 1, 1), threads, shared, &p)
     }
 
-    /// Matrices of one width as bf16, their rows one after the other.
+    /// Matrices as bf16, one after the other.
     fn decoded(&mut self, matrices: &[Matrix]) -> Result<u64, DriverError> {
         let numbers: usize = matrices.iter().map(|m| m.rows * m.cols).sum();
         let at = self.scratch.weights.take(&self.device, 2 * numbers)?;
         let mut to = at;
-        for matrix in matrices {
-            let groups = matrix.rows * matrix.cols / 8;
-            let p = Decode { from: matrix.at, to, groups: groups as i64 };
-            let kernel = &self.kernels.of(matrix.ty).decode_bf16;
-            self.device.launch(kernel, (groups.div_ceil(256), 1, 1), 256, 0, &p)?;
-            to += 16 * groups as u64;
+        for some in matrices.chunk_by(|a, b| a.ty == b.ty).flat_map(|same| same.chunks(MOST_MATRICES)) {
+            let p = Decode::new(some.iter().map(|m| (m.at, m.rows * m.cols)), to);
+            let kernel = &self.kernels.of(some[0].ty).decode_bf16;
+            self.device.launch(kernel, (p.blocks(), 1, 1), 256, 0, &p)?;
+            to += some.iter().map(|m| 2 * m.rows * m.cols).sum::<usize>() as u64;
         }
         Ok(at)
     }
 
-    /// out = x · matrixᵀ nearly as exact as f32: both as sums of two bf16, x as low | high | high.
+    /// out = x · matrixᵀ nearly as exact as f32: both as sums of two bf16, x as low and high.
     pub(crate) fn split_gemm(&mut self, matrix: Matrix, x: Rows, (out, stride): (u64, usize)) -> Done {
-        let b = self.scratch.weights.take(&self.device, 6 * matrix.rows * matrix.cols)?;
+        let b = self.scratch.weights.take(&self.device, 4 * matrix.rows * matrix.cols)?;
         let p = DecodeSplit { from: matrix.at, to: b, rows: matrix.rows as i32, cols: matrix.cols as i32 };
         let groups = matrix.rows * matrix.cols / 8;
         let kernel = &self.kernels.of(matrix.ty).decode_split;
         self.device.launch(kernel, (groups.div_ceil(256), 1, 1), 256, 0, &p)?;
-        let p = dense((x.at, x.count), b, (out, stride), (matrix.rows, 3 * matrix.cols), 0);
-        let kernel = self.kernels.gemm_store;
-        self.multiply(&kernel, 128, p)
+        let p = dense((x.at, x.count), b, (out, stride), (matrix.rows, matrix.cols), 0);
+        let stride = 2 * p.k;
+        self.multiply(Product::Split, Gemm { a_stride: stride, b_stride: stride, ..p })
     }
 }
 
@@ -166,6 +211,7 @@ pub(crate) fn dense(
         k: k as i32,
         tile_rows: 0,
         a_stride: k as i32,
+        b_stride: k as i32,
         out_stride: stride as i32,
         used: 1,
     }

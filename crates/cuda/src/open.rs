@@ -146,7 +146,7 @@ pub(crate) fn bytes(spec: &Spec, rows: usize) -> usize {
     let width = spec.moe.widths.iter().copied().max().unwrap_or(0);
     let per_row = spec.hidden * (3 * 4 + 2 + 2) + spec.moe.used * (16 + 2 * width + 2 * spec.hidden);
     let per_block_row =
-        columns * 4 + 6 * spec.hidden + spec.delta.channels() * 2 + spec.delta.value_dim() * 14;
+        columns * 4 + 4 * spec.hidden + spec.delta.channels() * 2 + spec.delta.value_dim() * 14;
     rows * per_row + block * per_block_row + crate::grouped::decoded_bytes(spec)
 }
 

@@ -22,6 +22,7 @@ const SMALL: TinyOptions = TinyOptions {
     hidden: 16,
     width: 8,
     head: 8,
+    attention_head: None,
     layers: 4,
     dense: Type::F32,
     experts: Type::F32,

@@ -39,6 +39,8 @@ pub struct TinyOptions {
     pub width: usize,
     /// Numbers in a DeltaNet head and in an attention head; four of each, whole blocks of `dense`.
     pub head: usize,
+    /// Numbers in an attention head, if not `head`.
+    pub attention_head: Option<usize>,
     /// Layers; every fourth attends.
     pub layers: usize,
     /// Type of projections, shared expert, embedding and output.
@@ -64,6 +66,7 @@ impl Default for TinyOptions {
             hidden: 64,
             width: 32,
             head: 32,
+            attention_head: None,
             layers: 5,
             dense: Type::F32,
             experts: Type::F32,
@@ -77,6 +80,11 @@ impl Default for TinyOptions {
 }
 
 impl TinyOptions {
+    /// Numbers in an attention head.
+    fn of_attention(&self) -> usize {
+        self.attention_head.unwrap_or(self.head)
+    }
+
     /// Attention heads.
     pub const HEADS: usize = 4;
     /// Key/value heads of attention.
@@ -179,9 +187,9 @@ fn metadata(options: &TinyOptions) -> Metadata {
         ("embedding_length", options.hidden),
         ("attention.head_count", O::HEADS),
         ("attention.head_count_kv", O::KV_HEADS),
-        ("attention.key_length", options.head),
-        ("attention.value_length", options.head),
-        ("rope.dimension_count", options.head / 2),
+        ("attention.key_length", options.of_attention()),
+        ("attention.value_length", options.of_attention()),
+        ("rope.dimension_count", options.of_attention() / 2),
         ("ssm.group_count", O::KEY_HEADS),
         ("ssm.time_step_rank", O::VALUE_HEADS),
         ("ssm.state_size", options.head),
@@ -269,12 +277,13 @@ impl Builder<'_> {
     fn attention(&mut self, layer: usize) {
         let o = self.options;
         let name = |suffix: &str| format!("blk.{layer}.{suffix}");
-        let (queries, kv) = (TinyOptions::HEADS * o.head, TinyOptions::KV_HEADS * o.head);
+        let head = o.of_attention();
+        let (queries, kv) = (TinyOptions::HEADS * head, TinyOptions::KV_HEADS * head);
         self.projection(&name("attn_q.weight"), o.dense, &[2 * queries, o.hidden]);
         self.projection(&name("attn_k.weight"), o.dense, &[kv, o.hidden]);
         self.projection(&name("attn_v.weight"), o.dense, &[kv, o.hidden]);
-        self.vector(&name("attn_q_norm.weight"), o.head);
-        self.vector(&name("attn_k_norm.weight"), o.head);
+        self.vector(&name("attn_q_norm.weight"), head);
+        self.vector(&name("attn_k_norm.weight"), head);
         self.projection(&name("attn_output.weight"), o.dense, &[o.hidden, queries]);
     }
 

@@ -22,6 +22,23 @@ pub fn median(mut work: impl FnMut()) -> f64 {
     times[2]
 }
 
+/// Median CPU seconds of each of N versions: all of them in turn, once to warm up, then `rounds` times, so that what a
+/// shared machine takes it takes from all.
+pub fn alternate<const N: usize>(rounds: usize, mut version: impl FnMut(usize)) -> [f64; N] {
+    let mut times = [(); N].map(|()| Vec::new());
+    for _ in 0..=rounds {
+        for (index, times) in times.iter_mut().enumerate() {
+            let start = now();
+            version(index);
+            times.push(now() - start);
+        }
+    }
+    times.map(|mut times| {
+        times[1..].sort_by(f64::total_cmp);
+        times[1 + rounds / 2]
+    })
+}
+
 /// Multiply-adds of a step of [`dot_products`].
 pub const STEP: usize = 12 * 64;
 

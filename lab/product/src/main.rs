@@ -214,7 +214,7 @@ fn old(groups: &[Group], panels: &[Panel], form: Form, tile: &mut [f32]) {
                 let (out, add) = (tile.as_mut_ptr(), block > 0);
                 // SAFETY: rows of groups, room for them; features checked in `main`.
                 unsafe {
-                    match (form.halves, form.offset) {
+                    match (form.halves, form.offsets > 0) {
                         (false, false) => converted::<6, false, false>(&x, both, out, add),
                         (false, true) => converted::<6, false, true>(&x, both, out, add),
                         (true, false) => converted::<6, true, false>(&x, both, out, add),

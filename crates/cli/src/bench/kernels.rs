@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use engine::{Cancel, Engine, LogitRows, Options, Profile, Request};
 use forge::{Control, Mix, Shape, SynthOptions};
-use model::{Backend, Cost, KvType, Limits, MappedExperts, Model, Peaks, ResidentWeights, Stage};
+use model::{Backend, Cost, GRID, KvType, Limits, MappedExperts, Model, Peaks, ResidentWeights, Stage};
 use quant::Type;
 use serde_json::{Value, json};
 
@@ -188,6 +188,11 @@ impl Setup {
     }
 }
 
+/// The smallest chunk that takes so many tokens at once: chunks are cut on the grid.
+fn one_chunk(tokens: usize) -> usize {
+    tokens.next_multiple_of(GRID)
+}
+
 /// An engine on the layer, without part of the work if wanted.
 fn engine(
     args: &BenchArgs,
@@ -196,7 +201,7 @@ fn engine(
     tokens: usize,
     part: Option<Ablation>,
 ) -> Result<Engine, Failure> {
-    let chunk = args.backend.chunk.unwrap_or(tokens).max(tokens);
+    let chunk = args.backend.chunk.unwrap_or(0).max(one_chunk(tokens));
     let limits =
         Limits { pass_rows: engine::plan::pass_rows(chunk, tokens), positions: tokens, kv: KvType::F16 };
     let backend = &args.backend;
@@ -370,6 +375,10 @@ mod tests {
         // 448 MiB of experts of 3.2 MiB, of which a token uses ten.
         let large = setup(Probe::Experts, Some(Type::Q8_0), Some(1));
         assert_eq!((large.experts, large.tokens), (140, 14));
+        // In two chunks experts would meet half of the rows, twice.
+        for tokens in [14, 560, 1820, 2048] {
+            assert_eq!(engine::chunks(0, tokens, one_chunk(tokens), 1).len(), 1, "{tokens} tokens");
+        }
         let dense = setup(Probe::Dense, None, Some(7));
         assert_eq!((dense.ty, dense.experts, dense.tokens), (Type::Q5_K, 10, 7));
         assert_eq!(setup(Probe::Gemv, None, None).tokens, 1);

@@ -15,11 +15,11 @@ use super::unpack::{self, each, half_at, nibble, quarter_scales, u16_at, word_at
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn fill(ty: Type, rows: &[&[u8]], columns: usize, panel: &mut Panel) {
     let unpack = |bytes: &[u8], q: &mut [u8], scales: &mut [f32], offsets: &mut [f32]| match ty {
-        Type::IQ2_XXS => each(bytes, q, scales, offsets, |b, q, s, _| iq2_xxs(b, q, s)),
-        Type::IQ2_XS => each(bytes, q, scales, offsets, |b, q, s, _| iq2_xs(b, q, s)),
-        Type::IQ2_S => each(bytes, q, scales, offsets, |b, q, s, _| iq2_s(b, q, s)),
-        Type::IQ3_XXS => each(bytes, q, scales, offsets, |b, q, s, _| iq3_xxs(b, q, s)),
-        Type::IQ3_S => each(bytes, q, scales, offsets, |b, q, s, _| iq3_s(b, q, s)),
+        Type::IQ2_XXS => each::<66, 256, 8, 8>(bytes, q, scales, offsets, |b, q, s, _| iq2_xxs(b, q, s)),
+        Type::IQ2_XS => each::<74, 256, 16, 16>(bytes, q, scales, offsets, |b, q, s, _| iq2_xs(b, q, s)),
+        Type::IQ2_S => each::<82, 256, 16, 16>(bytes, q, scales, offsets, |b, q, s, _| iq2_s(b, q, s)),
+        Type::IQ3_XXS => each::<98, 256, 8, 8>(bytes, q, scales, offsets, |b, q, s, _| iq3_xxs(b, q, s)),
+        Type::IQ3_S => each::<110, 256, 8, 8>(bytes, q, scales, offsets, |b, q, s, _| iq3_s(b, q, s)),
         _ => unpack::unpack(ty, bytes, q, scales, offsets),
     };
     let transpose = |natural: &[[u8; COLUMNS]; PANEL], columns, panel: &mut Panel| {

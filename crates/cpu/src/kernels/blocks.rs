@@ -18,15 +18,19 @@ use quant::Type;
 
 use super::int8::ORDER;
 use super::lanes::{Float, Int, Rows, Table};
+pub(super) use k::Factored;
 
 /// What becomes of decoded columns. Calls come in the order of columns.
 pub(super) trait Sink {
-    /// 32 columns with one scale and perhaps an offset. Vector `s` has the shifted weights of the columns at
-    /// places 4s .. 4s + 4 of [`ORDER`], a lane for each row; from vector 4 on, of the next 16 columns.
-    fn full(&mut self, q: [Int; 8], scale: Float, offset: Option<Float>);
+    /// 32 columns with one scale and no offset, one, or one for each half. Vector `s` has the shifted weights of the
+    /// columns at places 4s .. 4s + 4 of [`ORDER`], a lane for each row; from vector 4 on, of the next 16 columns.
+    fn full<const N: usize>(&mut self, q: [Int; 8], scale: Float, offsets: [Float; N]);
 
-    /// As [`Sink::full`], with a scale for each half.
-    fn halves(&mut self, q: [Int; 8], scales: [Float; 2], offsets: Option<[Float; 2]>);
+    /// As [`Sink::full`], with a scale for each half and no offset.
+    fn halves(&mut self, q: [Int; 8], scales: [Float; 2]);
+
+    /// As [`Sink::full`], of weights that are integers times an integer factor for each half.
+    fn factored(&mut self, weights: &Factored, scale: Float, offsets: [Float; 2]);
 }
 
 /// Decodes the blocks of up to 16 rows of equal length.

@@ -33,7 +33,7 @@ use model::GRID;
 use super::product::Factor;
 use super::rows::{dot, exps};
 use super::simd::Simd;
-use crate::open::carve;
+use crate::memory::carve;
 
 /// Vectors in a row of a tile.
 pub(super) const VECTORS: usize = 4;

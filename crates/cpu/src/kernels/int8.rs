@@ -5,8 +5,11 @@
 //!
 //! out[r, n] = Σ_runs activation scale · (weight scale · Σ_run q_w · q_x) + offset · (activation scale · Σ_run q_x)
 //!
+//! Where a block's scales for 16 columns are integers so small that their products with its weights take six bits
+//! (Q2_K), those products are the integers, and a run is 32 columns all the same.
+//!
 //! Sums inside a run are integers, hence exact; the product with the weight scale is rounded once. Runs are
-//! added one after the other with one multiply-add each (two with an offset). This fixes every bit: all
+//! added one after the other with one multiply-add each, one more for each offset. This fixes every bit: all
 //! variants agree, and so does a row with itself among any others.
 //!
 //! The integer sum begins at the bits of [`MAGIC`], so that it ends as those of MAGIC + Σ: a multiply-add takes
@@ -97,8 +100,8 @@ impl Codes {
 pub(crate) struct Form {
     /// Whether a scale covers 16 columns instead of 32.
     pub(crate) halves: bool,
-    /// Whether there is an offset.
-    pub(crate) offset: bool,
+    /// Offsets of a group of 32 columns: none, one, or one for each half.
+    pub(crate) offsets: usize,
     /// The smallest integer.
     pub(crate) lowest: i8,
     /// How far above it the largest lies at most.
@@ -131,7 +134,7 @@ pub(crate) struct Panel {
     pub(super) q: [[u8; 4 * PANEL]; COLUMNS / 4],
     /// Scales: [runs][rows].
     pub(super) scales: [[f32; PANEL]; COLUMNS / 16],
-    /// What every weight of a run is greater by: [runs][rows].
+    /// What every weight of a run, or of a half of one, is greater by: [offsets][rows].
     pub(super) offsets: [[f32; PANEL]; COLUMNS / 16],
 }
 
@@ -244,12 +247,9 @@ pub(super) fn fill_with(
         let mut scales = [0.0; COLUMNS / 16];
         let mut offsets = [0.0; COLUMNS / 16];
         unpack(bytes, &mut natural[..columns], &mut scales, &mut offsets);
-        for run in 0..runs {
-            panel.scales[run][row] = scales[run];
-            if form.offset {
-                panel.offsets[run][row] = offsets[run];
-            }
-        }
+        let count = columns / GROUP * form.offsets;
+        panel.scales[..runs].iter_mut().zip(scales).for_each(|(to, scale)| to[row] = scale);
+        panel.offsets[..count].iter_mut().zip(offsets).for_each(|(to, offset)| to[row] = offset);
     }
     transpose(&natural, columns, panel);
 }
@@ -293,11 +293,15 @@ pub(super) unsafe fn product(
             for g in 0..groups {
                 if form.halves {
                     for (half, q) in q[g].as_chunks::<16>().0.iter().enumerate() {
-                        let (start, sum) = (x.half_starts[g][half], x.half_sums[g][half]);
-                        run(panel, 2 * g + half, q, (start, x.scales[g], sum), form.offset, &mut acc);
+                        run(panel, 2 * g + half, q, (x.half_starts[g][half], x.scales[g]), &mut acc);
                     }
                 } else {
-                    run(panel, g, &q[g], (x.starts[g], x.scales[g], x.sums[g]), form.offset, &mut acc);
+                    run(panel, g, &q[g], (x.starts[g], x.scales[g]), &mut acc);
+                }
+                let sums = if form.offsets == 1 { &x.sums[g..=g] } else { &x.half_sums[g] };
+                let offsets = &panel.offsets[g * form.offsets..][..form.offsets];
+                for (offsets, &sum) in offsets.iter().zip(sums) {
+                    acc.iter_mut().zip(offsets).for_each(|(acc, offset)| *acc = offset.mul_add(sum, *acc));
                 }
             }
             *out = acc;
@@ -311,8 +315,7 @@ fn run<const N: usize>(
     panel: &Panel,
     index: usize,
     q: &[i8; N],
-    (start, scale, sum): (i32, f32, f32),
-    offset: bool,
+    (start, scale): (i32, f32),
     acc: &mut [f32; PANEL],
 ) {
     let mut sums = [start; PANEL];
@@ -328,9 +331,6 @@ fn run<const N: usize>(
         // (MAGIC + Σ) · weight − MAGIC · weight: exact but for one rounding, as scales have few digits.
         let sum_of_products = f32::from_bits(sums[n] as u32).mul_add(weight, -MAGIC * weight);
         *acc = sum_of_products.mul_add(scale, *acc);
-        if offset {
-            *acc = panel.offsets[index][n].mul_add(sum, *acc);
-        }
     }
 }
 

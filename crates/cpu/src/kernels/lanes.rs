@@ -74,6 +74,10 @@ lanes! {
     fn affine<const XOR: i32>(a: Int, matrix: u64) -> Int {
         _mm512_gf2p8affine_epi64_epi8::<XOR>(a, _mm512_set1_epi64(matrix as i64))
     }
+    /// The lower 16 bits of products of half-words.
+    fn times_halves(a: Int, b: Int) -> Int { _mm512_mullo_epi16(a, b) }
+    /// Bytes of a table of 16 of each four lanes; zero where the upper bit of the index is set.
+    fn look_near(table: Int, index: Int) -> Int { _mm512_shuffle_epi8(table, index) }
     /// Bytes of a table of 64.
     fn look(table: Int, index: Int) -> Int { _mm512_permutexvar_epi8(index, table) }
     /// Bytes of a table of 64 where the mask is set, of `other` elsewhere.

@@ -185,14 +185,16 @@ unsafe fn tile<D: Dots, const V: usize, const RUNS: usize, const HALVES: usize, 
                     D::Lanes::join(sums[t][v], scale, factor, out.add(t * stride + v * width));
                 }
             }
-            for v in 0..if form.offset { V } else { 0 } {
-                let offset = D::Lanes::numbers(panel.offsets[run].as_ptr().add(v * width));
-                for t in 0..T {
-                    let factors = match RUNS {
-                        2 => (&raw const (*x[t]).half_sums).cast::<f32>(),
-                        _ => (&raw const (*x[t]).sums).cast::<f32>(),
-                    };
-                    D::Lanes::shift(offset, factors.add(run).read(), out.add(t * stride + v * width));
+            for index in run * form.offsets..(run + 1) * form.offsets {
+                for v in 0..V {
+                    let offset = D::Lanes::numbers(panel.offsets[index].as_ptr().add(v * width));
+                    for t in 0..T {
+                        let factors = match form.offsets {
+                            2 => (&raw const (*x[t]).half_sums).cast::<f32>(),
+                            _ => (&raw const (*x[t]).sums).cast::<f32>(),
+                        };
+                        D::Lanes::shift(offset, factors.add(index).read(), out.add(t * stride + v * width));
+                    }
                 }
             }
         }

@@ -16,17 +16,21 @@ pub(crate) fn is_integer(ty: Type) -> bool {
 
 /// The runs of a type.
 pub(crate) fn form(ty: Type) -> Form {
-    let halves =
-        matches!(ty, Type::Q2_K | Type::Q3_K | Type::Q6_K | Type::IQ2_XS | Type::IQ2_S | Type::IQ1_M);
-    let offset = matches!(ty, Type::Q2_K | Type::Q4_K | Type::Q5_K | Type::Q4_1 | Type::Q5_1);
+    let halves = matches!(ty, Type::Q3_K | Type::Q6_K | Type::IQ2_XS | Type::IQ2_S | Type::IQ1_M);
+    let offsets = match ty {
+        Type::Q4_K | Type::Q5_K | Type::Q4_1 | Type::Q5_1 => 1,
+        Type::Q2_K => 2,
+        _ => 0,
+    };
     let (lowest, span) = range(ty);
-    Form { halves, offset, lowest, span }
+    Form { halves, offsets, lowest, span }
 }
 
 /// The smallest integer of a type, and how far above it the largest lies at most.
 fn range(ty: Type) -> (i8, u8) {
     match ty {
-        Type::Q2_K => (0, 3),
+        // Two bits times scales of four.
+        Type::Q2_K => (0, 45),
         Type::Q3_K => (-4, 7),
         Type::Q4_1 | Type::Q4_K => (0, 15),
         Type::Q4_0 => (-8, 15),
@@ -50,56 +54,56 @@ fn range(ty: Type) -> (i8, u8) {
 #[inline(always)]
 pub(super) fn unpack(ty: Type, bytes: &[u8], q: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {
     match ty {
-        Type::Q8_0 => each::<34, 32, 1>(bytes, q, scales, offsets, q8_0),
-        Type::Q4_0 => each::<18, 32, 1>(bytes, q, scales, offsets, |b, q, s, _| {
+        Type::Q8_0 => each::<34, 32, 1, 1>(bytes, q, scales, offsets, q8_0),
+        Type::Q4_0 => each::<18, 32, 1, 1>(bytes, q, scales, offsets, |b, q, s, _| {
             s[0] = half_at(b, 0);
             nibbles(&b[2..], q, |n| i32::from(n) - 8);
         }),
-        Type::Q4_1 => each::<20, 32, 1>(bytes, q, scales, offsets, |b, q, s, o| {
+        Type::Q4_1 => each::<20, 32, 1, 1>(bytes, q, scales, offsets, |b, q, s, o| {
             (s[0], o[0]) = (half_at(b, 0), half_at(b, 2));
             nibbles(&b[4..], q, i32::from);
         }),
-        Type::Q5_0 => each::<22, 32, 1>(bytes, q, scales, offsets, |b, q, s, _| {
+        Type::Q5_0 => each::<22, 32, 1, 1>(bytes, q, scales, offsets, |b, q, s, _| {
             s[0] = half_at(b, 0);
             five_bits(word_at(b, 2), &b[6..], q, 16);
         }),
-        Type::Q5_1 => each::<24, 32, 1>(bytes, q, scales, offsets, |b, q, s, o| {
+        Type::Q5_1 => each::<24, 32, 1, 1>(bytes, q, scales, offsets, |b, q, s, o| {
             (s[0], o[0]) = (half_at(b, 0), half_at(b, 2));
             five_bits(word_at(b, 4), &b[8..], q, 0);
         }),
-        Type::MXFP4 => each::<17, 32, 1>(bytes, q, scales, offsets, |b, q, s, _| {
+        Type::MXFP4 => each::<17, 32, 1, 1>(bytes, q, scales, offsets, |b, q, s, _| {
             s[0] = half_power_of_two(b[0]);
             nibbles(&b[1..], q, |n| i32::from(book::MXFP4_VALUES[usize::from(n)]));
         }),
-        Type::IQ4_NL => each::<18, 32, 1>(bytes, q, scales, offsets, |b, q, s, _| {
+        Type::IQ4_NL => each::<18, 32, 1, 1>(bytes, q, scales, offsets, |b, q, s, _| {
             s[0] = half_at(b, 0);
             nibbles(&b[2..], q, |n| i32::from(book::IQ4_NL_VALUES[usize::from(n)]));
         }),
-        Type::Q2_K => each::<84, 256, 16>(bytes, q, scales, offsets, q2_k),
-        Type::Q3_K => each::<110, 256, 16>(bytes, q, scales, offsets, q3_k),
-        Type::Q4_K => each::<144, 256, 8>(bytes, q, scales, offsets, q4_k),
-        Type::Q5_K => each::<176, 256, 8>(bytes, q, scales, offsets, q5_k),
-        Type::Q6_K => each::<210, 256, 16>(bytes, q, scales, offsets, q6_k),
-        Type::IQ1_S => each::<50, 256, 8>(bytes, q, scales, offsets, iq1_s),
-        Type::IQ1_M => each::<56, 256, 16>(bytes, q, scales, offsets, iq1_m),
-        Type::IQ2_XXS => each::<66, 256, 8>(bytes, q, scales, offsets, iq2_xxs),
-        Type::IQ2_XS => each::<74, 256, 16>(bytes, q, scales, offsets, iq2_xs),
-        Type::IQ2_S => each::<82, 256, 16>(bytes, q, scales, offsets, iq2_s),
-        Type::IQ3_XXS => each::<98, 256, 8>(bytes, q, scales, offsets, iq3_xxs),
-        Type::IQ3_S => each::<110, 256, 8>(bytes, q, scales, offsets, iq3_s),
-        Type::IQ4_XS => each::<136, 256, 8>(bytes, q, scales, offsets, iq4_xs),
+        Type::Q2_K => each::<84, 256, 8, 16>(bytes, q, scales, offsets, q2_k),
+        Type::Q3_K => each::<110, 256, 16, 16>(bytes, q, scales, offsets, q3_k),
+        Type::Q4_K => each::<144, 256, 8, 8>(bytes, q, scales, offsets, q4_k),
+        Type::Q5_K => each::<176, 256, 8, 8>(bytes, q, scales, offsets, q5_k),
+        Type::Q6_K => each::<210, 256, 16, 16>(bytes, q, scales, offsets, q6_k),
+        Type::IQ1_S => each::<50, 256, 8, 8>(bytes, q, scales, offsets, iq1_s),
+        Type::IQ1_M => each::<56, 256, 16, 16>(bytes, q, scales, offsets, iq1_m),
+        Type::IQ2_XXS => each::<66, 256, 8, 8>(bytes, q, scales, offsets, iq2_xxs),
+        Type::IQ2_XS => each::<74, 256, 16, 16>(bytes, q, scales, offsets, iq2_xs),
+        Type::IQ2_S => each::<82, 256, 16, 16>(bytes, q, scales, offsets, iq2_s),
+        Type::IQ3_XXS => each::<98, 256, 8, 8>(bytes, q, scales, offsets, iq3_xxs),
+        Type::IQ3_S => each::<110, 256, 8, 8>(bytes, q, scales, offsets, iq3_s),
+        Type::IQ4_XS => each::<136, 256, 8, 8>(bytes, q, scales, offsets, iq4_xs),
         Type::F32 | Type::F16 | Type::BF16 => unreachable!("plain numbers are multiplied as they are"),
     }
 }
 
 /// Calls `block` on every block with its integers, scales and offsets.
 #[inline(always)]
-pub(super) fn each<const BYTES: usize, const LEN: usize, const RUNS: usize>(
+pub(super) fn each<const BYTES: usize, const LEN: usize, const RUNS: usize, const OFFSETS: usize>(
     bytes: &[u8],
     q: &mut [u8],
     scales: &mut [f32],
     offsets: &mut [f32],
-    block: impl Fn(&[u8; BYTES], &mut [u8; LEN], &mut [f32; RUNS], &mut [f32; RUNS]),
+    block: impl Fn(&[u8; BYTES], &mut [u8; LEN], &mut [f32; RUNS], &mut [f32; OFFSETS]),
 ) {
     assert_eq!(bytes.len() / BYTES * LEN, q.len());
     let runs = scales.as_chunks_mut().0.iter_mut().zip(offsets.as_chunks_mut().0);
@@ -121,15 +125,20 @@ fn q8_0(block: &[u8; 34], q: &mut [u8; 32], scales: &mut [f32; 1], _: &mut [f32;
 }
 
 #[inline(always)]
-fn q2_k(block: &[u8; 84], q: &mut [u8; 256], scales: &mut [f32; 16], offsets: &mut [f32; 16]) {
+fn q2_k(block: &[u8; 84], q: &mut [u8; 256], scales: &mut [f32; 8], offsets: &mut [f32; 16]) {
     let (d, m) = (half_at(block, 80), half_at(block, 82));
-    for run in 0..16 {
-        scales[run] = d * f32::from(block[run] & 15);
-        offsets[run] = -(m * f32::from(block[run] >> 4));
+    *scales = [d; 8];
+    for (half, offset) in offsets.iter_mut().enumerate() {
+        *offset = -(m * f32::from(block[half] >> 4));
     }
     for (i, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
         let bytes: &[u8; 32] = block[16 + i / 4 * 32..].first_chunk().expect("in the block");
-        *q = std::array::from_fn(|j| (bytes[j] >> (i % 4 * 2) & 3) | 0x80);
+        let mut factors = [block[2 * i] & 15; 32];
+        factors[16..].fill(block[2 * i + 1] & 15);
+        // A loop instead of `from_fn`, whose closure may be compiled without the features of the variant.
+        for (j, q) in q.iter_mut().enumerate() {
+            *q = (bytes[j] >> (i % 4 * 2) & 3).wrapping_mul(factors[j]) | 0x80;
+        }
     }
 }
 

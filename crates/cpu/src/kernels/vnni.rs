@@ -30,20 +30,20 @@ pub(super) unsafe fn product(
     unsafe {
         for (i, &pair) in pairs.iter().enumerate() {
             let out = (out.add(i * 2 * PANEL), stride);
-            match (form.halves, form.offset) {
-                (false, false) => tiles::<2, false, false>(x, pair, out, groups, add, ahead),
-                (false, true) => tiles::<2, false, true>(x, pair, out, groups, add, ahead),
-                (true, false) => tiles::<2, true, false>(x, pair, out, groups, add, ahead),
-                (true, true) => tiles::<2, true, true>(x, pair, out, groups, add, ahead),
+            match (form.halves, form.offsets) {
+                (true, _) => tiles::<2, true, 0>(x, pair, out, groups, add, ahead),
+                (false, 0) => tiles::<2, false, 0>(x, pair, out, groups, add, ahead),
+                (false, 1) => tiles::<2, false, 1>(x, pair, out, groups, add, ahead),
+                (false, _) => tiles::<2, false, 2>(x, pair, out, groups, add, ahead),
             }
         }
         for &panel in last {
             let out = (out.add(pairs.len() * 2 * PANEL), stride);
-            match (form.halves, form.offset) {
-                (false, false) => tiles::<1, false, false>(x, [panel], out, groups, add, ahead),
-                (false, true) => tiles::<1, false, true>(x, [panel], out, groups, add, ahead),
-                (true, false) => tiles::<1, true, false>(x, [panel], out, groups, add, ahead),
-                (true, true) => tiles::<1, true, true>(x, [panel], out, groups, add, ahead),
+            match (form.halves, form.offsets) {
+                (true, _) => tiles::<1, true, 0>(x, [panel], out, groups, add, ahead),
+                (false, 0) => tiles::<1, false, 0>(x, [panel], out, groups, add, ahead),
+                (false, 1) => tiles::<1, false, 1>(x, [panel], out, groups, add, ahead),
+                (false, _) => tiles::<1, false, 2>(x, [panel], out, groups, add, ahead),
             }
         }
     }
@@ -52,7 +52,7 @@ pub(super) unsafe fn product(
 /// Cuts rows into tiles of about equal height: a low last one would leave the multipliers waiting.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
-unsafe fn tiles<const P: usize, const HALVES: bool, const OFFSET: bool>(
+unsafe fn tiles<const P: usize, const HALVES: bool, const OFFSETS: usize>(
     x: &[*const Codes],
     panels: [&Panel; P],
     (out, stride): Target,
@@ -73,12 +73,12 @@ unsafe fn tiles<const P: usize, const HALVES: bool, const OFFSET: bool>(
         unsafe {
             let out = (out.add(first * stride), stride);
             match rows.len() {
-                1 => tile::<P, 1, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
-                2 => tile::<P, 2, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
-                3 => tile::<P, 3, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
-                4 => tile::<P, 4, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
-                5 => tile::<P, 5, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
-                _ => tile::<P, 6, HALVES, OFFSET>((rows, next), panels, out, groups, add, ahead),
+                1 => tile::<P, 1, HALVES, OFFSETS>((rows, next), panels, out, groups, add, ahead),
+                2 => tile::<P, 2, HALVES, OFFSETS>((rows, next), panels, out, groups, add, ahead),
+                3 => tile::<P, 3, HALVES, OFFSETS>((rows, next), panels, out, groups, add, ahead),
+                4 => tile::<P, 4, HALVES, OFFSETS>((rows, next), panels, out, groups, add, ahead),
+                5 => tile::<P, 5, HALVES, OFFSETS>((rows, next), panels, out, groups, add, ahead),
+                _ => tile::<P, 6, HALVES, OFFSETS>((rows, next), panels, out, groups, add, ahead),
             }
         }
         first = end;
@@ -88,12 +88,12 @@ unsafe fn tiles<const P: usize, const HALVES: bool, const OFFSET: bool>(
 /// The register tile, T rows times P panels: out [T][stride] (+)= x · panels.
 ///
 /// A step multiplies four columns: P loads of weights [PANEL][4], T broadcasts of activations, T · P
-/// vpdpbusd. A run ends with two multiply-adds for each of the T · P vectors, three with offsets. Meanwhile the
+/// vpdpbusd. A run ends with two multiply-adds for each of the T · P vectors, and one for each offset. Meanwhile the
 /// codes of the rows that come `next` are asked for, and some lines of what is decoded later: `per_group` in a
 /// group, from `first` on.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
-unsafe fn tile<const P: usize, const T: usize, const HALVES: bool, const OFFSET: bool>(
+unsafe fn tile<const P: usize, const T: usize, const HALVES: bool, const OFFSETS: usize>(
     (x, next): (&[*const Codes], &[*const Codes]),
     panels: [&Panel; P],
     (out, stride): Target,
@@ -150,26 +150,33 @@ unsafe fn tile<const P: usize, const T: usize, const HALVES: bool, const OFFSET:
                     }
                 }
                 let mut scales = [_mm512_setzero_ps(); P];
-                let (mut magic, mut offsets) = (scales, scales);
+                let mut magic = scales;
                 for p in 0..P {
                     scales[p] = _mm512_load_ps(panels[p].scales.as_ptr().add(index).cast());
                     magic[p] = _mm512_mul_ps(scales[p], _mm512_set1_ps(-MAGIC));
-                    offsets[p] = _mm512_load_ps(panels[p].offsets.as_ptr().add(index).cast());
                 }
                 for t in 0..T {
                     let scale = (&raw const (*x[t]).scales).cast::<f32>().add(g).read();
-                    let sum = if HALVES {
-                        (&raw const (*x[t]).half_sums).cast::<f32>().add(index).read()
-                    } else {
-                        (&raw const (*x[t]).sums).cast::<f32>().add(index).read()
-                    };
                     for p in 0..P {
                         let products = _mm512_castsi512_ps(sums[p][t]);
                         let products = _mm512_fmadd_ps(products, scales[p], magic[p]);
                         acc[p][t] = _mm512_fmadd_ps(products, _mm512_set1_ps(scale), acc[p][t]);
-                        if OFFSET {
-                            acc[p][t] = _mm512_fmadd_ps(offsets[p], _mm512_set1_ps(sum), acc[p][t]);
-                        }
+                    }
+                }
+            }
+            for index in g * OFFSETS..(g + 1) * OFFSETS {
+                let mut offsets = [_mm512_setzero_ps(); P];
+                for p in 0..P {
+                    offsets[p] = _mm512_load_ps(panels[p].offsets.as_ptr().add(index).cast());
+                }
+                for t in 0..T {
+                    let sum = if OFFSETS == 1 {
+                        (&raw const (*x[t]).sums).cast::<f32>().add(index).read()
+                    } else {
+                        (&raw const (*x[t]).half_sums).cast::<f32>().add(index).read()
+                    };
+                    for p in 0..P {
+                        acc[p][t] = _mm512_fmadd_ps(offsets[p], _mm512_set1_ps(sum), acc[p][t]);
                     }
                 }
             }

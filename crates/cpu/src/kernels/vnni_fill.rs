@@ -2,11 +2,13 @@
 //!
 //! The same results as the functions of [`super::int8`], bit for bit.
 
+#![allow(clippy::needless_range_loop)] // indices into several arrays of registers at once
+
 use std::arch::x86_64::*;
 
 use quant::Type;
 
-use super::blocks::{self, Sink};
+use super::blocks::{self, Factored, Sink};
 use super::int8::{COLUMNS, PANEL, Panel};
 use super::lanes::{Float, Int};
 
@@ -46,23 +48,25 @@ fn store(to: &mut [f32; PANEL], x: Float) {
 
 impl Sink for Store<'_> {
     #[inline(always)]
-    fn full(&mut self, q: [Int; 8], scale: Float, offset: Option<Float>) {
+    fn full<const N: usize>(&mut self, q: [Int; 8], scale: Float, offsets: [Float; N]) {
         store(&mut self.panel.scales[self.group], scale);
-        if let Some(offset) = offset {
-            store(&mut self.panel.offsets[self.group], offset);
+        for i in 0..N {
+            store(&mut self.panel.offsets[N * self.group + i], offsets[i]);
         }
         self.codes(q);
     }
 
     #[inline(always)]
-    fn halves(&mut self, q: [Int; 8], scales: [Float; 2], offsets: Option<[Float; 2]>) {
+    fn halves(&mut self, q: [Int; 8], scales: [Float; 2]) {
         for half in 0..2 {
             store(&mut self.panel.scales[2 * self.group + half], scales[half]);
-            if let Some(offsets) = offsets {
-                store(&mut self.panel.offsets[2 * self.group + half], offsets[half]);
-            }
         }
         self.codes(q);
+    }
+
+    #[inline(always)]
+    fn factored(&mut self, weights: &Factored, scale: Float, offsets: [Float; 2]) {
+        self.full(weights.products(), scale, offsets);
     }
 }
 

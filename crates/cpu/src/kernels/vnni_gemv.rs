@@ -8,9 +8,9 @@ use std::arch::x86_64::*;
 
 use quant::Type;
 
-use super::blocks::{self, Sink};
-use super::int8::{Codes, GROUP, GROUPS, MAGIC, PANEL};
-use super::lanes::{Float, Int};
+use super::blocks::{self, Factored, Sink};
+use super::int8::{Codes, GROUP, GROUPS, MAGIC, MAGIC_BITS, PANEL};
+use super::lanes::{Float, Int, left, low_high};
 
 /// out[r, n] = Σ over whole rows of up to [`PANEL`] weights; `x` has at most four rows, `out` is
 /// [rows][stride], of which [`PANEL`] columns are stored. Asks for as many bytes from `ahead` on as the weights have.
@@ -80,12 +80,12 @@ struct Multiply<const T: usize> {
 }
 
 impl<const T: usize> Multiply<T> {
-    /// Products of steps of four columns from `first` of the group on, on top of `start`, times `scale`.
+    /// Sums of products of steps of four columns from `first` of the group on, on top of `start`.
     ///
     /// # Safety
     /// `x` must point to codes.
     #[inline(always)]
-    unsafe fn products(q: &[Int], first: usize, x: *const Codes, start: i32, scale: Float) -> Float {
+    unsafe fn sums(q: &[Int], first: usize, x: *const Codes, start: i32) -> Int {
         // SAFETY: the caller's promise; only reached from functions with the features.
         unsafe {
             let mut sums = _mm512_set1_epi32(start);
@@ -93,8 +93,7 @@ impl<const T: usize> Multiply<T> {
                 let four = (&raw const (*x).q).cast::<i32>().add(first + s).read();
                 sums = _mm512_dpbusd_epi32(sums, q[s], _mm512_set1_epi32(four));
             }
-            let magic = _mm512_mul_ps(scale, _mm512_set1_ps(-MAGIC));
-            _mm512_fmadd_ps(_mm512_castsi512_ps(sums), scale, magic)
+            sums
         }
     }
 
@@ -115,18 +114,26 @@ impl<const T: usize> Multiply<T> {
         }
     }
 
-    /// Adds a run.
+    /// Adds a run, whose sums began at the bits of [`MAGIC`], and its offsets.
     ///
     /// # Safety
     /// `x` must point to codes; features as in the callers.
     #[inline(always)]
-    unsafe fn add(&mut self, t: usize, products: Float, offset: Option<(Float, f32)>) {
+    unsafe fn add<const N: usize>(&mut self, t: usize, sums: Int, scale: Float, offsets: [Float; N]) {
         // SAFETY: the caller's promise; only reached from functions with the features.
         unsafe {
-            let scale = (&raw const (*self.x[t]).scales).cast::<f32>().add(self.group).read();
+            let (x, g) = (self.x[t], self.group);
+            let magic = _mm512_mul_ps(scale, _mm512_set1_ps(-MAGIC));
+            let products = _mm512_fmadd_ps(_mm512_castsi512_ps(sums), scale, magic);
+            let scale = (&raw const (*x).scales).cast::<f32>().add(g).read();
             self.acc[t] = _mm512_fmadd_ps(products, _mm512_set1_ps(scale), self.acc[t]);
-            if let Some((offset, sum)) = offset {
-                self.acc[t] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sum), self.acc[t]);
+            for i in 0..N {
+                let sums = match N {
+                    1 => (&raw const (*x).sums).cast::<f32>(),
+                    _ => (&raw const (*x).half_sums).cast::<f32>(),
+                };
+                let sum = _mm512_set1_ps(sums.add(N * g + i).read());
+                self.acc[t] = _mm512_fmadd_ps(offsets[i], sum, self.acc[t]);
             }
         }
     }
@@ -134,33 +141,56 @@ impl<const T: usize> Multiply<T> {
 
 impl<const T: usize> Sink for Multiply<T> {
     #[inline(always)]
-    fn full(&mut self, q: [Int; 8], scale: Float, offset: Option<Float>) {
+    fn full<const N: usize>(&mut self, q: [Int; 8], scale: Float, offsets: [Float; N]) {
         for t in 0..T {
             // SAFETY: there are as many groups as runs of 32 columns, by the promise to `gemv`.
             unsafe {
                 let (x, g) = (self.x[t], self.group);
                 let start = (&raw const (*x).starts).cast::<i32>().add(g).read();
-                let sum = (&raw const (*x).sums).cast::<f32>().add(g).read();
-                let products = Self::products(&q, GROUP / 4 * g, x, start, scale);
-                self.add(t, products, offset.map(|offset| (offset, sum)));
+                let sums = Self::sums(&q, GROUP / 4 * g, x, start);
+                self.add(t, sums, scale, offsets);
             }
         }
         self.next();
     }
 
     #[inline(always)]
-    fn halves(&mut self, q: [Int; 8], scales: [Float; 2], offsets: Option<[Float; 2]>) {
+    fn halves(&mut self, q: [Int; 8], scales: [Float; 2]) {
         for t in 0..T {
             for half in 0..2 {
                 // SAFETY: as above.
                 unsafe {
                     let (x, g) = (self.x[t], self.group);
                     let start = (&raw const (*x).half_starts).cast::<i32>().add(2 * g + half).read();
-                    let sum = (&raw const (*x).half_sums).cast::<f32>().add(2 * g + half).read();
                     let (first, q) = (GROUP / 4 * g + 4 * half, &q[4 * half..][..4]);
-                    let products = Self::products(q, first, x, start, scales[half]);
-                    self.add(t, products, offsets.map(|offsets| (offsets[half], sum)));
+                    let sums = Self::sums(q, first, x, start);
+                    self.add(t, sums, scales[half], []);
                 }
+            }
+        }
+        self.next();
+    }
+
+    /// Multiplying every weight costs more than multiplying the sums of few rows, which fit sixteen bits: the same
+    /// integers.
+    #[inline(always)]
+    fn factored(&mut self, weights: &Factored, scale: Float, offsets: [Float; 2]) {
+        let (q, factors) = weights.parts();
+        for t in 0..T {
+            let mut sums = factors;
+            for half in 0..2 {
+                // SAFETY: as above.
+                unsafe {
+                    let (x, g) = (self.x[t], self.group);
+                    let (first, q) = (GROUP / 4 * g + 4 * half, &q[4 * half..][..4]);
+                    let of_half = Self::sums(q, first, x, 0);
+                    sums = if half == 0 { of_half } else { low_high(sums, left(of_half, 16)) };
+                }
+            }
+            // SAFETY: as above.
+            unsafe {
+                let sums = _mm512_dpwssd_epi32(_mm512_set1_epi32(MAGIC_BITS), sums, factors);
+                self.add(t, sums, scale, offsets);
             }
         }
         self.next();

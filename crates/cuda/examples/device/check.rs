@@ -11,7 +11,7 @@ use engine::parity::{Parity, Side, parity};
 use engine::{Cancel, Engine, Request};
 use model::{Backend, Intermediate, KvType, Limits, MappedExperts, Model};
 use quant::Type;
-use redlite_cuda::{Cuda, Options};
+use redlite_cuda::{Cuda, Options, Product};
 use reference::Reference;
 use testkit::conformance::Make;
 use testkit::{Decay, Layout, Random, TinyModel, TinyOptions, conformance};
@@ -49,6 +49,9 @@ pub fn run(model: &Path, only: &[&str]) -> ExitCode {
     for ty in Type::all() {
         check(&format!("decode {ty}"), &|| decode(ty));
     }
+    for rows in [1, 63, 64, 65, 300] {
+        check(&format!("products {rows} rows"), &|| products(rows));
+    }
     for (name, work) in suite(&|model, limits| Box::new(cuda(&model, limits))) {
         check(&format!("suite {name}"), &|| {
             work();
@@ -61,13 +64,25 @@ pub fn run(model: &Path, only: &[&str]) -> ExitCode {
     for (name, options) in shapes() {
         check(&format!("stages {name}"), &|| stages(options, 70, KvType::F32));
     }
+    for (length, kv) in
+        [(1, KvType::F16), (64, KvType::F16), (200, KvType::F16), (600, KvType::F16), (600, KvType::F32)]
+    {
+        check(&format!("heads of 256, {length} tokens, {kv:?}"), &|| stages(wide(), length, kv));
+    }
+    check("heads of 256, bits", &|| {
+        let tiny = TinyModel::new(wide());
+        bits(&tiny.model, &Random::new(3, "prompt").tokens(600, TinyOptions::VOCAB))
+    });
     for ty in Type::all().filter(|&ty| quant::can_encode(ty)) {
         let options = TinyOptions::quantised(ty, ty);
         check(&format!("type {ty}"), &|| stages(options, 70, KvType::F16) + &stages(options, 1, KvType::F16));
     }
     check("model logits", &|| logits(model));
     check("model text", &|| greedy_text(model));
-    check("model bits", &|| bits(model));
+    check("model bits", &|| {
+        let model = open(model);
+        bits(&model, &prompt(&model, 1500))
+    });
     cache::checks(model, &mut check);
     pipeline::checks(model, &mut check);
     if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -103,6 +118,63 @@ fn decode(ty: Type) -> String {
     format!("{len} weights")
 }
 
+/// Products of many rows agree with sums in f64, the same bits by all kinds of tiles; widths that fill no tile.
+fn products(m: usize) -> String {
+    let mut random = Random::new(m as u64, "factors");
+    let mut compared = 0;
+    for [n, k] in [[136, 72], [520, 328]] {
+        let mut bf16 = |len: usize| -> Vec<u16> {
+            random.normals(len, 1.0).iter().map(|x| (x.to_bits() >> 16) as u16).collect()
+        };
+        let (a, b) = (bf16(2 * m * k), bf16(2 * n * k));
+        let (scale, before) = (random.normals(m, 1.0), random.normals(m * n, 1.0));
+        for product in [Product::Store, Product::Add, Product::Scale, Product::Gated, Product::Split] {
+            let parts = if product == Product::Split { 2 } else { 1 };
+            // Part p of row r of a factor.
+            let part = |x: &[u16], r: usize, p: usize| -> Vec<f64> {
+                let at = (r * parts + p) * k;
+                x[at..at + k].iter().map(|&bits| f64::from(f32::from_bits(u32::from(bits) << 16))).collect()
+            };
+            let dot = |(r, p): (usize, usize), (c, q): (usize, usize)| -> f64 {
+                part(&a, r, p).iter().zip(part(&b, c, q)).map(|(x, y)| x * y).sum()
+            };
+            // As many columns as show that all are where they belong.
+            let columns: Vec<usize> = (0..n).step_by(7).chain([n - 1]).collect();
+            let expected =
+                (0..m).flat_map(|r| columns.iter().map(move |&c| (r, c))).map(|(r, c)| match product {
+                    Product::Store => dot((r, 0), (c, 0)),
+                    Product::Add => f64::from(before[r * n + c]) + dot((r, 0), (c, 0)),
+                    Product::Scale => f64::from(scale[r]) * dot((r, 0), (c, 0)),
+                    Product::Gated => {
+                        let gate = dot((r, 0), (c, 0));
+                        gate / (1.0 + (-gate).exp()) * dot((r, 0), (c + n, 0))
+                    }
+                    Product::Split => dot((r, 0), (c, 0)) + dot((r, 1), (c, 0)) + dot((r, 1), (c, 1)),
+                });
+            let expected: Vec<f64> = expected.collect();
+            let found =
+                redlite_cuda::products(product, [&a, &b], (&scale, &before), [m, n, k]).expect("a GPU");
+            for (kind, all) in found.iter().enumerate() {
+                assert!(
+                    all.iter().map(|x| x.to_bits()).eq(found[0].iter().map(|x| x.to_bits())),
+                    "{product:?} {kind}"
+                );
+            }
+            let Some(found) = found.first() else { continue };
+            let picked = (0..m).flat_map(|r| columns.iter().map(move |&c| f64::from(found[r * n + c])));
+            let (mut errors, mut squares) = (0.0, 0.0);
+            for (x, y) in picked.zip(&expected) {
+                (errors, squares) = (errors + (x - y) * (x - y), squares + y * y);
+            }
+            let error = (errors / squares).sqrt();
+            let limit = if product == Product::Gated { 4e-3 } else { 1e-5 };
+            assert!(error < limit, "{product:?} of {m} rows, {n} columns, {k} deep is off by {error:.1e}");
+            compared += expected.len();
+        }
+    }
+    format!("{compared} results")
+}
+
 type Check<'a> = (&'static str, Box<dyn Fn() + 'a>);
 
 /// What every backend promises, of those that `make` makes.
@@ -136,6 +208,11 @@ fn shapes() -> Vec<(&'static str, TinyOptions)> {
         ("odd widths", TinyOptions { hidden: 72, width: 40, head: 64, ..base }),
         ("heads of 128", TinyOptions { hidden: 256, width: 136, head: 128, ..base }),
     ]
+}
+
+/// Attention heads as those of the family's files, for which there are kernels of their own.
+fn wide() -> TinyOptions {
+    TinyOptions { attention_head: Some(256), layers: 4, ..TinyOptions::default() }
 }
 
 /// Compares every intermediate with the reference and returns the worst.
@@ -257,16 +334,14 @@ fn greedy_text(path: &Path) -> String {
 }
 
 /// The same prompt gives the same bits again, whatever the chunks.
-fn bits(path: &Path) -> String {
-    let model = open(path);
-    let tokens = prompt(&model, 1500);
+fn bits(model: &Arc<Model>, tokens: &[u32]) -> String {
     let run = |chunk: usize| {
         let options = engine::Options { chunk, context: 2048 };
-        let backend = Box::new(cuda(&model, limits(2048, KvType::F16)));
-        let mut engine = Engine::new(model.clone(), backend, Box::new(MappedExperts::new(&model)), options);
+        let backend = Box::new(cuda(model, limits(2048, KvType::F16)));
+        let mut engine = Engine::new(model.clone(), backend, Box::new(MappedExperts::new(model)), options);
         let mut session = engine.open();
         let mut logits =
-            engine.ingest(&mut session, &tokens, &mut Request::default()).expect("a prompt").logits;
+            engine.ingest(&mut session, tokens, &mut Request::default()).expect("a prompt").logits;
         for token in [5, 6, 7] {
             logits.extend(engine.step(&mut session, token, &Cancel::default()).expect("a step"));
         }

@@ -75,7 +75,7 @@ impl World {
             layers: layout.layers.len(),
             holds: vec![None; layout.slots()],
             reading: Vec::new(),
-            rng: Random::from_seed(seed),
+            rng: Random::new(seed, "state"),
             failing,
             failures: 0,
             predicting: false,
@@ -297,45 +297,52 @@ fn hits_are_reserved_before_victims_are_chosen() {
 
 #[test]
 fn a_scan_keeps_a_fixed_part_and_the_last_one_what_the_last_tokens_chose() {
+    (0..500).for_each(scans_and_the_last_one);
+}
+
+fn scans_and_the_last_one(seed: u64) {
     // Two and a half layers of four: a layer and a quarter streams, five experts of each stay.
-    let mut world = World::new(&layout(&[0; 4], &[(40, 40)]), 7, 0);
+    let (mut world, kept) = (World::new(&layout(&[0; 4], &[(40, 40)]), seed, 0), 20);
     let nothing = |_| Vec::new();
     world.pass(SCAN, SCAN, nothing);
+    world.read_all();
+    assert_eq!(world.read.len(), 64 + 40 - kept, "seed {seed}: a scan is ahead by what streams");
+    world.read.clear();
     for _ in 0..3 {
-        world.read.clear();
+        let hits = world.state.stats.hits;
         world.pass(SCAN, SCAN, nothing);
-        let (read, kept) = (world.read.len(), 20);
-        assert!(
-            read <= 64 - kept + 16,
-            "{read}: a scan finds what stays, and may be ahead of itself by a layer"
-        );
-        assert!((0..4).all(|layer| world.ready(layer).len() >= 5));
+        assert!((0..4).all(|layer| world.ready(layer).len() >= 5), "seed {seed}");
+        assert_eq!(world.state.stats.hits - hits, kept as u64, "seed {seed}: it finds what stays");
     }
-    let hits = world.state.stats.hits;
-    assert!(hits >= 3 * 18, "{hits} hits: the least recently used would find none");
+    // How much of what is asked for ahead comes before the end of a scan is up to the readers.
+    world.read_all();
+    assert_eq!(world.read.len(), 3 * (64 - kept), "seed {seed}: it reads the rest");
     // The last chunk.
     let last = |layer: usize| vec![layer as u32, 15];
     world.pass(SCAN, 0, last);
     for layer in 0..4 {
-        assert!(last(layer).iter().all(|expert| world.ready(layer).contains(expert)), "layer {layer}");
+        let ready = world.ready(layer);
+        assert!(last(layer).iter().all(|expert| ready.contains(expert)), "seed {seed}, layer {layer}");
     }
     let (misses, loads) = (world.state.stats.misses, world.state.in_flight);
-    assert_eq!(loads, 0, "nothing is read ahead for a chunk that does not come");
+    assert_eq!(loads, 0, "seed {seed}: nothing is read ahead for a chunk that does not come");
     world.pass(1, 0, last);
-    assert_eq!(world.state.stats.misses, misses, "decoding begins warm");
+    assert_eq!(world.state.stats.misses, misses, "seed {seed}: decoding begins warm");
 }
 
 #[test]
 fn few_rows_evict_the_least_recent_and_a_scan_does_not_take_all() {
-    let mut world = World::new(&layout(&[0; 4], &[(40, 40)]), 3, 0);
-    let mine = |layer: usize| vec![2 * layer as u32, 9];
-    world.pass(1, 0, mine);
-    // A chunk that another follows goes by, twice.
-    world.pass(SCAN, SCAN, |_| Vec::new());
-    world.pass(SCAN, 0, mine);
-    let misses = world.state.stats.misses;
-    world.pass(1, 0, mine);
-    assert_eq!(world.state.stats.misses, misses);
+    for seed in 0..500 {
+        let mut world = World::new(&layout(&[0; 4], &[(40, 40)]), seed, 0);
+        let mine = |layer: usize| vec![2 * layer as u32, 9];
+        world.pass(1, 0, mine);
+        // A chunk that another follows goes by, twice.
+        world.pass(SCAN, SCAN, |_| Vec::new());
+        world.pass(SCAN, 0, mine);
+        let misses = world.state.stats.misses;
+        world.pass(1, 0, mine);
+        assert_eq!(world.state.stats.misses, misses, "seed {seed}");
+    }
 }
 
 #[test]

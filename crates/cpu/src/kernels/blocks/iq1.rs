@@ -95,7 +95,7 @@ pub(super) unsafe fn iq1_s(rows: &Rows, count: usize, sink: &mut impl Sink) {
                 let second = index(low, group + 1, field, from + 3 * group + 3);
                 q[4 * h..4 * h + 4].copy_from_slice(&half(first, second, negative));
             }
-            sink.full(q, scale(d, field, from + 12), None);
+            sink.full(q, scale(d, field, from + 12), []);
         }
     }
 }
@@ -144,7 +144,7 @@ pub(super) unsafe fn iq1_m(rows: &Rows, count: usize, sink: &mut impl Sink) {
             // Fields of four runs of 16 columns.
             let (field, from) =
                 (if run < 4 { a } else { b }, (run as u32 / 2 % 2) * 16 + (run as u32 % 2) * 6);
-            sink.halves(q, [scale(d, field, from), scale(d, field, from + 3)], None);
+            sink.halves(q, [scale(d, field, from), scale(d, field, from + 3)]);
         }
     }
 }

@@ -135,7 +135,7 @@ pub(super) unsafe fn iq2_xxs(rows: &Rows, count: usize, sink: &mut impl Sink) {
             let low = look_256(&XXS_CODES[0], 0, index, masks);
             let high = look_256(&XXS_CODES[1], 0, index, masks);
             let signs = affine::<0>(fields(field, pairs(EVEN_FIELDS)), even_signs(0, SIGN_ORDER));
-            sink.full(weights(low, high, signs), scale(d, to_float(right(field, 28))), None);
+            sink.full(weights(low, high, signs), scale(d, to_float(right(field, 28))), []);
         }
     }
 }
@@ -169,7 +169,7 @@ pub(super) unsafe fn iq2_xs(rows: &Rows, count: usize, sink: &mut impl Sink) {
             let high = look_512(&XS_CODES[1], 0, index, masks);
             let four = if run < 4 { scales } else { more_scales };
             let scales = half_scales(d, four, run as u32 % 4);
-            sink.halves(weights(low, high, affine::<0>(upper, even_signs(1, SIGN_ORDER))), scales, None);
+            sink.halves(weights(low, high, affine::<0>(upper, even_signs(1, SIGN_ORDER))), scales);
         }
     }
 }
@@ -201,7 +201,6 @@ pub(super) unsafe fn iq2_s(rows: &Rows, count: usize, sink: &mut impl Sink) {
             sink.halves(
                 weights(low, high, affine::<0>(signs, all_signs(SIGN_ORDER))),
                 half_scales(d, four, run as u32 % 4),
-                None,
             );
         }
     }

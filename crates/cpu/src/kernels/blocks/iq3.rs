@@ -111,7 +111,7 @@ pub(super) unsafe fn iq3_xxs(rows: &Rows, count: usize, sink: &mut impl Sink) {
                 q[4 * h..4 * h + 4].copy_from_slice(&half([first, last], signs[h], &XXS_VALUES));
             }
             let scale = times(d, sum(to_float(right(field, 28)), number(0.5)));
-            sink.full(q, times(scale, number(0.5)), None);
+            sink.full(q, times(scale, number(0.5)), []);
         }
     }
 }
@@ -160,7 +160,7 @@ pub(super) unsafe fn iq3_s(rows: &Rows, count: usize, sink: &mut impl Sink) {
                 q[4 * h..4 * h + 4].copy_from_slice(&half([first, last], signs[h], &S_VALUES));
             }
             let s = sum(half_byte(scales, run as u32), half_byte(scales, run as u32));
-            sink.full(q, times(d, sum(s, number(1.0))), None);
+            sink.full(q, times(d, sum(s, number(1.0))), []);
         }
     }
 }

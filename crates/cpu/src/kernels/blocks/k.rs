@@ -3,8 +3,8 @@
 #![allow(clippy::needless_range_loop)] // indices into several arrays of registers at once
 
 use super::super::lanes::{
-    Float, Int, Rows, affine, and, and_or, byte, bytes, half_byte, half_to_float, left, matrix, minus,
-    moving, number, or, right, signed_byte, sum, times, words, zero,
+    Float, Int, Rows, Table, affine, and, and_or, byte, bytes, half_byte, half_to_float, left, look_near,
+    matrix, minus, moving, number, or, right, signed_byte, sum, times, times_halves, words, zero,
 };
 use super::{ORDERED, Sink};
 
@@ -34,7 +34,7 @@ pub(super) unsafe fn q4_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
                     };
                 }
                 let (scale, offset) = scales.run(part, run as u32);
-                sink.full(q, scale, Some(offset));
+                sink.full(q, scale, [offset]);
             }
         }
     }
@@ -73,7 +73,7 @@ pub(super) unsafe fn q5_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
                     };
                 }
                 let (scale, offset) = scales.run(part, run as u32);
-                sink.full(q, scale, Some(offset));
+                sink.full(q, scale, [offset]);
             }
         }
     }
@@ -146,9 +146,76 @@ pub(super) unsafe fn q6_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
                 let four = scales[2 * part + run / 2];
                 let first = (run % 2 * 2) as u32;
                 let scales = [times(d, signed_byte(four, first)), times(d, signed_byte(four, first + 1))];
-                sink.halves(q, scales, None);
+                sink.halves(q, scales);
             }
         }
+    }
+}
+
+/// Tables of two-bit numbers: four entries for each lane, in the four lanes of each quarter. An index is the number, plus
+/// four times the lane in its quarter.
+static LANES: Table<64> = {
+    let mut lanes = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        lanes[i] = (i / 4 % 4 * 4) as u8;
+        i += 1;
+    }
+    Table(lanes)
+};
+
+/// For [`look_near`]: two bytes of every lane as its half-words.
+const fn two_bytes(bytes: [u8; 2]) -> Table<64> {
+    let mut index = [0x80; 64];
+    let mut i = 0;
+    while i < 64 {
+        index[i] = (i / 4 % 4 * 4) as u8 + bytes[i / 2 % 2];
+        i += 2;
+    }
+    Table(index)
+}
+
+/// A byte twice, and two neighbours, by the number of the first.
+static TWICE: [Table<64>; 4] = [two_bytes([0, 0]), two_bytes([1, 1]), two_bytes([2, 2]), two_bytes([3, 3])];
+static NEIGHBOURS: [Table<64>; 3] = [two_bytes([0, 1]), two_bytes([1, 2]), two_bytes([2, 3])];
+
+/// A run of weights of two bits, each half with a factor.
+pub(in super::super) struct Factored<'a> {
+    /// Eight vectors, of each byte two bits.
+    codes: &'a [Int],
+    /// Which two.
+    pair: usize,
+    /// Factors of the halves: the lower half-bytes of bytes `first` and `first + 1`.
+    factors: Int,
+    first: usize,
+}
+
+impl Factored<'_> {
+    /// Weights times factors, shifted.
+    #[inline(always)]
+    pub(in super::super) fn products(&self) -> [Int; 8] {
+        let mut q = [zero(); 8];
+        for half in 0..2 {
+            // 0, f, 2f and 3f, shifted.
+            let factor = look_near(self.factors, TWICE[self.first + half].piece(0));
+            let factor = and(factor, words(0x000f_000f));
+            let table = or(times_halves(factor, words(0x0302_0100)), bytes(0x80));
+            for s in 4 * half..4 * half + 4 {
+                let bits = right(self.codes[s], 2 * self.pair as u32);
+                q[s] = look_near(table, and_or(bits, bytes(3), LANES.piece(0)));
+            }
+        }
+        q
+    }
+
+    /// Weights, and the factors of the first and second half in the lower and upper halves of words.
+    #[inline(always)]
+    pub(in super::super) fn parts(&self) -> ([Int; 8], Int) {
+        let mut q = [zero(); 8];
+        for s in 0..8 {
+            q[s] = affine::<0>(self.codes[s], PAIR[self.pair]);
+        }
+        (q, and(look_near(self.factors, NEIGHBOURS[self.first].piece(0)), words(0x000f_000f)))
     }
 }
 
@@ -165,14 +232,11 @@ pub(super) unsafe fn q2_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
             unsafe { (rows.four_words(at), rows.words::<16>(at + 16, &ORDERED), rows.four_words(at + 68)) };
         let (d, m) = (half_to_float(both), minus(half_to_float(right(both, 16))));
         for run in 0..8 {
-            let mut q = [zero(); 8];
-            for s in 0..8 {
-                q[s] = affine::<0x80>(codes[run / 4 * 8 + s], PAIR[run % 4]);
-            }
             let (four, first) = (scales[run / 2], (run % 2 * 4) as u32);
-            let scales = [times(d, half_byte(four, first)), times(d, half_byte(four, first + 2))];
             let offsets = [times(m, half_byte(four, first + 1)), times(m, half_byte(four, first + 3))];
-            sink.halves(q, scales, Some(offsets));
+            let codes = &codes[run / 4 * 8..][..8];
+            let weights = Factored { codes, pair: run % 4, factors: four, first: run % 2 * 2 };
+            sink.factored(&weights, d, offsets);
         }
     }
 }
@@ -218,7 +282,7 @@ pub(super) unsafe fn q3_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
             let (four, first) = (scales[run / 2], (run % 2 * 2) as u32);
             let less = number(-32.0);
             let scales = [times(d, sum(byte(four, first), less)), times(d, sum(byte(four, first + 1), less))];
-            sink.halves(q, scales, None);
+            sink.halves(q, scales);
         }
     }
 }

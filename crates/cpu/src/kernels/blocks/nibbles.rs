@@ -6,8 +6,8 @@ use quant::codebook::{IQ4_NL_VALUES, MXFP4_VALUES};
 
 use super::super::int8::SHIFT;
 use super::super::lanes::{
-    Float, Int, Rows, Table, and, and_or, bytes, fields, half_power, half_to_float, high_low, look, number,
-    right, select, sum, times, to_float, words, zero,
+    Int, Rows, Table, and, and_or, bytes, fields, half_power, half_to_float, high_low, look, number, right,
+    select, sum, times, to_float, words, zero,
 };
 use super::lookup::bits_from;
 use super::{ORDERED, Sink};
@@ -73,13 +73,15 @@ impl Head {
         }
     }
 
-    /// Scale and offset, from the first word of a block.
+    /// Hands on a block's weights with its scale and offset, from its first word.
     #[inline(always)]
-    fn scale_and_offset(self, first: Int) -> (Float, Option<Float>) {
+    fn hand_on(self, first: Int, q: [Int; 8], sink: &mut impl Sink) {
         match self {
-            Head::Scale => (half_to_float(first), None),
-            Head::ScaleAndOffset => (half_to_float(first), Some(half_to_float(right(first, 16)))),
-            Head::Power => (half_power(and(first, words(0xff))), None),
+            Head::Scale => sink.full(q, half_to_float(first), []),
+            Head::ScaleAndOffset => {
+                sink.full(q, half_to_float(first), [half_to_float(right(first, 16))]);
+            }
+            Head::Power => sink.full(q, half_power(and(first, words(0xff))), []),
         }
     }
 }
@@ -94,8 +96,7 @@ unsafe fn four_bits(head: Head, values: &Table<64>, rows: &Rows, count: usize, s
         // SAFETY: inside the block.
         let ([first, ..], codes) =
             unsafe { (rows.four_words(at), rows.ordered_words(at + head.len(), &ORDERED)) };
-        let (scale, offset) = head.scale_and_offset(first);
-        sink.full(look_up(values, &codes), scale, offset);
+        head.hand_on(first, look_up(values, &codes), sink);
     }
 }
 
@@ -123,8 +124,7 @@ unsafe fn five_bits(head: Head, values: &Table<64>, rows: &Rows, count: usize, s
             let fifth = fields(fifths, FIFTH[s].piece(0));
             q[s] = look(values.piece(0), select(bytes(0x10), fifth, code));
         }
-        let (scale, offset) = head.scale_and_offset(first);
-        sink.full(q, scale, offset);
+        head.hand_on(first, q, sink);
     }
 }
 
@@ -194,7 +194,7 @@ pub(super) unsafe fn iq4_xs(rows: &Rows, count: usize, sink: &mut impl Sink) {
                 let run = (4 * part + run) as u32;
                 let upper = right(head, 12 + 2 * run);
                 let s = and_or(upper, words(0x30), and(right(low, 4 * run), words(15)));
-                sink.full(q, times(d, sum(to_float(s), number(-32.0))), None);
+                sink.full(q, times(d, sum(to_float(s), number(-32.0))), []);
             }
         }
     }

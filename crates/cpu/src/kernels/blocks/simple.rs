@@ -16,6 +16,6 @@ pub(super) unsafe fn q8_0(rows: &Rows, count: usize, sink: &mut impl Sink) {
         for s in 0..8 {
             q[s] = xor(words[s], bytes(0x80));
         }
-        sink.full(q, d, None);
+        sink.full(q, d, []);
     }
 }

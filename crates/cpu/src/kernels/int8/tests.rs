@@ -47,14 +47,17 @@ fn panels_of_any_bits() {
                 }
                 // One NaN is as good as another.
                 let bits_of = |x: &f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
-                let bits = |numbers: &[[f32; PANEL]]| -> Vec<u32> {
-                    let runs = &numbers[..columns / if form.halves { 16 } else { 32 }];
+                let bits = |numbers: &[[f32; PANEL]], per_group: usize| -> Vec<u32> {
+                    let runs = &numbers[..columns / GROUP * per_group];
                     runs.iter().flat_map(|run| &run[..rows]).map(bits_of).collect()
                 };
-                assert_eq!(bits(&found.scales), bits(&expected.scales), "{what}: scales");
-                if form.offset {
-                    assert_eq!(bits(&found.offsets), bits(&expected.offsets), "{what}: offsets");
-                }
+                let (scales, offsets) = (1 + usize::from(form.halves), form.offsets);
+                assert_eq!(bits(&found.scales, scales), bits(&expected.scales, scales), "{what}: scales");
+                assert_eq!(
+                    bits(&found.offsets, offsets),
+                    bits(&expected.offsets, offsets),
+                    "{what}: offsets"
+                );
             }
         }
     }
