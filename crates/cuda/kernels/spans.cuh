@@ -3,12 +3,9 @@
 // Lane l holds two runs (32 weights) of the rows l / 4 and l / 4 + 8, and the same runs of row l / 4 of x: which two is up to the
 // type, so that they share bytes. c is the product's layout (`multiply_bf16`).
 //
-// Types with a `Span` of their own multiply f16: whole numbers q times whole scales of a few bits are exact there, and the scale of
-// a block is applied to its sums. Small numbers are made as the mantissa of 1024 + q, two at a time: the bytes 0 and 2 of a
-// word, then 1 and 3. x comes in that order (`HALVES`): columns 4 i, 4 i + 2, 4 i + 1, 4 i + 3. The others go by `Run`: factors
-// bf16, in the order of columns.
-
-const int SPAN = 256;
+// Factors are f16: whole numbers q times whole scales of a few bits are exact there (Q6_K's but for 2^-12), and the scale of a
+// block is applied to its sums. Small numbers are made as the mantissa of 1024 + q, two at a time: the bytes 0 and 2 of a word,
+// then 1 and 3. x comes in that order: columns 4 i, 4 i + 2, 4 i + 1, 4 i + 3.
 
 DEVICE u32 half_fma(u32 a, u32 b, u32 c) {
     u32 out;
@@ -65,22 +62,9 @@ struct Neighbours {
     DEVICE int order(int i) { return i; }
 };
 
-/// Types without a product of their own.
-template <class T> struct Span : Neighbours {
-    static const bool HALVES = false;
-    DEVICE void multiply(float c[4], const u8 *low, const u8 *high, const u32 x[2][16], int cols, const u32 *table) {
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            u32 a[16], b[16];
-            run_of<T>(low, own(j), cols, table, a);
-            run_of<T>(high, own(j), cols, table, b);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                u32 both[4] = {a[2 * i], b[2 * i], a[2 * i + 1], b[2 * i + 1]};
-                multiply_bf16(c, both, x[j][2 * i], x[j][2 * i + 1]);
-            }
-        }
-    }
+/// Types without a product of spans.
+template <class T> struct Span {
+    static const bool EXISTS = false;
 };
 
 /// What a lane needs of a row of Q4_K and Q5_K: scales and mins of two neighbouring runs.
@@ -109,7 +93,7 @@ struct RowK {
 
 /// Q4_K and Q5_K. A lane's runs are the halves of the same 32 bytes.
 template <int AT, bool FIFTH> struct SpanK : Neighbours {
-    static const bool HALVES = true;
+    static const bool EXISTS = true;
 
     /// Four words of a row: of each word, pairs of its first run, then of its second.
     DEVICE void numbers(const u8 *block, int quarter, const RowK &row, u32 out[4][4]) {
@@ -133,7 +117,7 @@ template <int AT, bool FIFTH> struct SpanK : Neighbours {
         }
     }
 
-    DEVICE void multiply(float c[4], const u8 *low, const u8 *high, const u32 x[2][16], int, const u32 *) {
+    DEVICE void multiply(float c[4], const u8 *low, const u8 *high, const u32 x[2][16], int) {
         // 1 / 4 and 1 / 8, or 1 and 1 / 16.
         const u32 first = FIFTH ? 0x34003400u : 0x3c003c00u, second = FIFTH ? 0x30003000u : 0x2c002c00u;
         RowK l = RowK::of(low, first, second), h = RowK::of(high, first, second);
@@ -167,7 +151,7 @@ template <> struct Span<Q5_K> : SpanK<48, true> {};
 
 /// A lane's runs share the low bits' bytes: the first and third of a half block, or the second and fourth.
 template <> struct Span<Q6_K> {
-    static const bool HALVES = true;
+    static const bool EXISTS = true;
     DEVICE int own(int i) { return threadIdx.x % 4 / 2 * 4 + threadIdx.x % 2 + 2 * i; }
 
     /// The lanes of a row begin at different words of 16 bytes, which lie in different banks.
@@ -206,7 +190,7 @@ template <> struct Span<Q6_K> {
         }
     }
 
-    DEVICE void multiply(float c[4], const u8 *low, const u8 *high, const u32 x[2][16], int, const u32 *) {
+    DEVICE void multiply(float c[4], const u8 *low, const u8 *high, const u32 x[2][16], int) {
         float sums[4] = {};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -229,7 +213,7 @@ template <> struct Span<Q6_K> {
 };
 
 template <> struct Span<Q8_0> : Neighbours {
-    static const bool HALVES = true;
+    static const bool EXISTS = true;
 
     DEVICE void numbers(const u8 *row, int run, int cols, u32 out[16]) {
         const u8 *block = row + run * Q8_0::BYTES;
@@ -244,7 +228,7 @@ template <> struct Span<Q8_0> : Neighbours {
         }
     }
 
-    DEVICE void multiply(float c[4], const u8 *low, const u8 *high, const u32 x[2][16], int cols, const u32 *) {
+    DEVICE void multiply(float c[4], const u8 *low, const u8 *high, const u32 x[2][16], int cols) {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             u32 a[16], b[16];
