@@ -21,10 +21,9 @@ const WARPS: usize = 16;
 /// Columns that experts are multiplied with at a time.
 pub(crate) const SPAN: usize = 256;
 
-/// Threads of a block of `few_head`, stages it copies to at most, and tiles for each multiprocessor from which on it pays.
+/// Threads of a block of `few_head`, and stages it copies to at most.
 const HEAD_THREADS: usize = 256;
 const HEAD_STAGES: usize = 8;
-const HEAD_TILES: usize = 16;
 
 /// Columns that are in shared memory at a time.
 const SEGMENT: usize = 2048;
@@ -177,10 +176,7 @@ impl Cuda {
     ) -> Done {
         // Which kernel depends on the matrices and what is multiplied alone, for it decides on the order of sums.
         let is_head = match (outputs, input) {
-            ([output], Input::Norm { normed: 0, rounded: 0, .. }) => {
-                let tiles = output.matrix.rows.div_ceil(TILE);
-                !add && has_spans(output.matrix.ty) && tiles > HEAD_TILES * self.device.processors as usize
-            }
+            ([output], Input::Norm { normed: 0, rounded: 0, .. }) => !add && has_spans(output.matrix.ty),
             _ => false,
         };
         let mut first = 0;
