@@ -45,6 +45,7 @@ const HOT: &[&str] = &[
     "attn_single",
     "few_rows",
     "many_tiles",
+    "few_head",
     "experts_up",
     "experts_down",
 ];

@@ -18,6 +18,8 @@ const EXPERTS: &str = include_str!("../kernels/experts.cu");
 const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
 const FEW_EXPERTS: &str = include_str!("../kernels/few_experts.cu");
+const SPANS: &str = include_str!("../kernels/spans.cuh");
+const FEW_HEAD: &str = include_str!("../kernels/few_head.cu");
 const WHOLE: &str = include_str!("../kernels/whole.cuh");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
@@ -104,6 +106,11 @@ const BARRIER_BYTES: usize = 16;
 pub(crate) fn gemm_stages(target: &Target) -> (usize, usize) {
     let stages = (target.shared / (STAGE_BYTES + BARRIER_BYTES)).min(4);
     (stages, stages * (STAGE_BYTES + BARRIER_BYTES))
+}
+
+/// Whether there are products of spans of `ty` (`Span::EXISTS` of the kernels).
+pub(crate) fn has_spans(ty: Type) -> bool {
+    matches!(ty, Type::Q4_K | Type::Q5_K | Type::Q6_K | Type::Q8_0)
 }
 
 /// Bytes of the table of decoded codebook rows that decoding `ty` keeps in shared memory (`Run::TABLE` of the kernels).
@@ -313,7 +320,9 @@ impl Source {
     /// Products with few rows, of all types of a model; their numbers are the places in `types`.
     pub fn few(target: &Target, types: &[Type]) -> Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
-        let parts = [COMMON, &codebooks(types), TYPES, RUNS, WHOLE, ROUTE, FEW_ROWS, FEW, FEW_EXPERTS];
+        let tables = codebooks(types);
+        let shared = [COMMON, &tables, TYPES, RUNS, WHOLE, ROUTE, PIPELINE, FEW_ROWS, FEW, FEW_EXPERTS];
+        let parts = [&shared[..], &[SPANS, FEW_HEAD]].concat();
         let name = format!("few {}", names.join(" "));
         let defines = [
             format!("TYPES={}", names.join(",")),
