@@ -8,9 +8,8 @@
 // each with a barrier for "full" and one for "empty". The ring runs on over the end of a tile: while sums are stored, the
 // next tile's first steps come.
 //
-// CM · CN blocks form a cluster, whose tiles lie below and beside one another. Each brings its share of the rows of a that
-// its neighbours beside it need too, and of the columns of b for those above and below, and the engine writes it to all of
-// them: a stage is empty when all have multiplied it, and tiles outside of the matrices are walked too (as zeros).
+// Where sums are many for their steps, two smaller blocks share a multiprocessor: one multiplies while the other stores, which
+// takes 4 bytes a result at 32 bytes a cycle.
 //
 // Sums leave by way of shared memory: each warp puts 16 rows of 128 bytes there, swizzled as above, and the engine
 // stores them (or adds them to what is there), as far as they lie inside. A row's sums run over k in ascending order
@@ -22,7 +21,7 @@ enum Then { STORE, ADD, SCALE, GATED, SPLIT };
 struct __align__(128) Map { u64 words[16]; };
 
 struct Dense {
-    Map a[2];           // [m, k], in boxes of 64 · GROUPS / CN rows; SPLIT: low and high, else the first alone
+    Map a[2];           // [m, k], in boxes of 64 · GROUPS rows; SPLIT: low and high, else the first alone
     Map b[2];           // [n, k], in boxes of WIDTH / 2 rows; SPLIT: high and low; GATED: [2 n, k], gate rows first
     Map out;            // f32 [m, n]; GATED: bf16; in boxes of 16 rows of 128 bytes
     const float *scale; // SCALE: of each row
@@ -30,18 +29,18 @@ struct Dense {
 };
 
 const int STEP = 64, ROW_BYTES = STEP * 2;
-const int PUT_BYTES = 16 * ROW_BYTES; // of a buffer of sums on their way out; a warp has two
+const int PUT_BYTES = 16 * ROW_BYTES; // of a buffer of sums on their way out
 
-/// A kind of tiles and clusters.
-template <Then THEN_, int GROUPS_, int WIDTH_, int CM_, int CN_> struct Kind {
+/// A kind of tiles, and how many blocks that make them share a multiprocessor.
+template <Then THEN_, int GROUPS_, int WIDTH_, int BLOCKS> struct Kind {
     static const Then THEN = THEN_;
-    static const int GROUPS = GROUPS_, WIDTH = WIDTH_, CM = CM_, CN = CN_, ROWS = 64 * GROUPS;
+    static const int GROUPS = GROUPS_, WIDTH = WIDTH_, ROWS = 64 * GROUPS;
     static const int COLUMNS = THEN == GATED ? WIDTH / 2 : WIDTH; // of out
     static const int A_BYTES = ROWS * ROW_BYTES, B_BYTES = WIDTH * ROW_BYTES, STAGE = A_BYTES + B_BYTES;
-    static const int PUTS = GROUPS * 4 * 2 * PUT_BYTES;
-    static const int STAGES = (ROOM - PUTS) / (STAGE + 16);
+    static const int BUFFERS = BLOCKS > 1 ? 1 : 2; // of sums, of a warp
+    static const int PUTS = GROUPS * 4 * BUFFERS * PUT_BYTES;
+    static const int STAGES = ((ROOM + 1024) / BLOCKS - 1024 - PUTS) / (STAGE + 16); // the system takes 1024 of a block
     static const int PUTS_AT = STAGES * STAGE, BARRIERS_AT = PUTS_AT + PUTS;
-    static const int READERS = GROUPS * 4 * (CM + CN - 1); // warps that a block's copies reach
 };
 
 /// The ring of stages: `count` steps have gone through it.
@@ -57,72 +56,51 @@ template <class K> struct Ring {
     }
 };
 
-/// Tiles of a cluster: column after column.
+/// Tiles: column after column.
 template <class K> struct Walk {
-    int rows, count, m, n; // rows and all of the clusters' tiles; where this block's part begins
+    int rows, count, m, n; // rows of tiles, and all; where this one begins
     DEVICE Walk of(const Dense &p) {
         Walk walk;
-        walk.rows = (p.m + K::ROWS * K::CM - 1) / (K::ROWS * K::CM);
-        walk.count = walk.rows * ((p.n + K::COLUMNS * K::CN - 1) / (K::COLUMNS * K::CN));
+        walk.rows = (p.m + K::ROWS - 1) / K::ROWS;
+        walk.count = walk.rows * ((p.n + K::COLUMNS - 1) / K::COLUMNS);
         return walk;
     }
-    DEVICE void go(Walk &walk, int t, int rank) {
-        walk.m = (t % walk.rows * K::CM + rank % K::CM) * K::ROWS;
-        walk.n = (t / walk.rows * K::CN + rank / K::CM) * K::COLUMNS;
+    DEVICE void go(Walk &walk, int t) {
+        walk.m = t % walk.rows * K::ROWS;
+        walk.n = t / walk.rows * K::COLUMNS;
     }
 };
 
-/// Brings the box of a matrix that begins at (row, column), to the same place in all blocks of the cluster that `mask` names.
-template <bool MANY> DEVICE void bring(u32 to, const Map &map, int row, int column, u32 barrier, u16 mask) {
-    if (MANY) {
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                     "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier),
-                     "h"(mask) : "memory");
-    } else {
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                     "[%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier)
-                     : "memory");
-    }
+/// Brings the box of a matrix that begins at (row, column).
+DEVICE void bring(u32 to, const Map &map, int row, int column, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
 /// Brings a step of a tile: columns k .. k + 64 of a part.
-template <class K> DEVICE void produce_step(const Dense &p, const Walk<K> &tile, int rank, Ring<K> &ring, int part, int k) {
-    const int CM = K::CM, CN = K::CN, A_ROWS = K::ROWS / CN, B_ROWS = K::WIDTH / 2;
-    int row = rank % CM, column = rank / CM;
-    u16 beside = 0, below = 0;
-    for (int i = 0; i < CN; i++) beside |= 1 << (row + CM * i);
-    for (int i = 0; i < CM; i++) below |= 1 << (column * CM + i);
-    u32 full = Ring<K>::full(ring), to = Ring<K>::stage(ring);
+template <class K> DEVICE void produce_step(const Dense &p, const Walk<K> &tile, Ring<K> &ring, int part, int k) {
+    const int HALF = K::WIDTH / 2;
+    u32 full = Ring<K>::full(ring), a = Ring<K>::stage(ring), b = a + K::A_BYTES;
     barrier_wait(Ring<K>::empty(ring), ring.parity ^ 1);
     barrier_expect(full, K::STAGE);
-    bring<(CN > 1)>(to + column * A_ROWS * ROW_BYTES, p.a[part], tile.m + column * A_ROWS, k, full, beside);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        if (CM > 1 && half != row) continue;
-        int n = tile.n + half * (K::THEN == GATED ? p.n : B_ROWS);
-        bring<(CM > 1)>(to + K::A_BYTES + half * B_ROWS * ROW_BYTES, p.b[part], n, k, full, below);
-    }
+    bring(a, p.a[part], tile.m, k, full);
+    bring(b, p.b[part], tile.n, k, full);
+    bring(b + HALF * ROW_BYTES, p.b[part], tile.n + (K::THEN == GATED ? p.n : HALF), k, full);
     Ring<K>::advance(ring);
 }
 
 /// Brings all steps of a tile.
-template <class K> DEVICE void produce(const Dense &p, const Walk<K> &tile, int rank, Ring<K> &ring) {
+template <class K> DEVICE void produce(const Dense &p, const Walk<K> &tile, Ring<K> &ring) {
     for (int k = 0; k < p.k; k += STEP) {
-        produce_step<K>(p, tile, rank, ring, 0, k);
-        if (K::THEN == SPLIT) produce_step<K>(p, tile, rank, ring, 1, k);
+        produce_step<K>(p, tile, ring, 0, k);
+        if (K::THEN == SPLIT) produce_step<K>(p, tile, ring, 1, k);
     }
 }
 
-/// Tells all blocks whose copies this one gets that the stage or stages of a step are free.
-template <class K> DEVICE void free_step(Ring<K> &ring, int rank) {
-    int lane = threadIdx.x % 32;
-    bool tells = lane < K::CM * K::CN && (lane % K::CM == rank % K::CM || lane / K::CM == rank / K::CM);
+/// The stage or stages of a step are free.
+template <class K> DEVICE void free_step(Ring<K> &ring) {
     for (int i = 0; i < (K::THEN == SPLIT ? 2 : 1); i++) {
-#ifndef NO_LOADS
-        if (K::CM * K::CN == 1) {
-            if (lane == 0) barrier_arrive(Ring<K>::empty(ring));
-        } else if (tells) barrier_arrive_at(Ring<K>::empty(ring), lane);
-#endif
+        if (threadIdx.x % 32 == 0) barrier_arrive(Ring<K>::empty(ring));
         Ring<K>::advance(ring);
     }
 }
@@ -133,7 +111,7 @@ DEVICE void store_shared(u32 at, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
 }
 
-/// Stores 16 rows of a warp's sums, of which it has the first at (row, n), by way of the warp's two buffers, of which
+/// Stores 16 rows of a warp's sums, of which it has the first at (row, n), by way of the warp's buffers, of which
 /// `buffer` is the next.
 template <class K> DEVICE void put(const Dense &p, const float *c, int row, int n, u32 &buffer) {
     const int PUT_COLUMNS = K::THEN == GATED ? 64 : 32, EIGHTS = PUT_COLUMNS / 8;
@@ -148,7 +126,7 @@ template <class K> DEVICE void put(const Dense &p, const float *c, int row, int 
 #pragma unroll
     for (int part = 0; part < K::COLUMNS / PUT_COLUMNS; part++) {
         if (n + part * PUT_COLUMNS >= p.n) continue;
-        stores_wait<1>(); // the buffer's last store has read it
+        stores_wait<K::BUFFERS - 1>(); // the buffer's last store has read it
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < EIGHTS; j++) {
@@ -179,15 +157,13 @@ template <class K> DEVICE void put(const Dense &p, const float *c, int row, int 
             }
         }
         stores_commit();
-        buffer ^= PUT_BYTES;
+        if (K::BUFFERS == 2) buffer ^= PUT_BYTES;
     }
 }
 
 /// Waits until the ring's next stage is full, and returns where it is.
 template <class K> DEVICE u32 wait_stage(Ring<K> &ring) {
-#ifndef NO_LOADS
     barrier_wait(Ring<K>::full(ring), ring.parity);
-#endif
     u32 stage = Ring<K>::stage(ring);
     Ring<K>::advance(ring);
     return stage;
@@ -201,7 +177,7 @@ template <class K> DEVICE void products(float *c, u32 a, u32 b) {
 }
 
 /// Multiplies all steps of a tile as they come, and stores the sums.
-template <class K> DEVICE void consume(const Dense &p, const Walk<K> &tile, int rank, Ring<K> &ring, u32 &buffer) {
+template <class K> DEVICE void consume(const Dense &p, const Walk<K> &tile, Ring<K> &ring, u32 &buffer) {
     int group = threadIdx.x / 128, warp = threadIdx.x / 32;
     float c[K::WIDTH / 2];
 #pragma unroll
@@ -219,75 +195,66 @@ template <class K> DEVICE void consume(const Dense &p, const Walk<K> &tile, int 
         products_commit();
         products_wait<1>();
         // The products of the step before are done: its stages are free.
-        if (k > 0) free_step<K>(freed, rank);
+        if (k > 0) free_step<K>(freed);
     }
     products_wait<0>();
-    free_step<K>(freed, rank);
+    free_step<K>(freed);
     int row = tile.m + warp * 16;
-#ifdef NO_STORES
-    float s = 0; for (int i = 0; i < K::WIDTH / 2; i++) s += c[i];
-    if (s == 1.2345f)
-#endif
     if (row < p.m) put<K>(p, c, row, tile.n, buffer);
 }
 
-/// Clusters of the grid take tiles in turns.
+/// Blocks of the grid take tiles in turns.
 template <class K> DEVICE void dense(const Dense &p) {
     extern __shared__ __align__(1024) u8 shared[];
     Ring<K> ring = {shared_address(shared), 0, 0};
-    int rank = cluster_rank();
     if (threadIdx.x == 0) {
         for (int i = 0; i < K::STAGES; i++) {
             barrier_init(ring.base + K::BARRIERS_AT + 16 * i, 1);
-            barrier_init(ring.base + K::BARRIERS_AT + 16 * i + 8, K::READERS);
+            barrier_init(ring.base + K::BARRIERS_AT + 16 * i + 8, K::GROUPS * 4);
         }
         barriers_made();
     }
-    cluster_sync();
+    __syncthreads();
     previous();
     Walk<K> walk = Walk<K>::of(p);
-    u32 buffer = ring.base + K::PUTS_AT + threadIdx.x / 32 * 2 * PUT_BYTES;
-    int clusters = gridDim.x / (K::CM * K::CN);
-    for (int t = blockIdx.x / (K::CM * K::CN); t < walk.count; t += clusters) {
-        Walk<K>::go(walk, t, rank);
-        if (threadIdx.x < K::GROUPS * 128) consume<K>(p, walk, rank, ring, buffer);
-#ifndef NO_LOADS
-        else if (threadIdx.x == K::GROUPS * 128) produce<K>(p, walk, rank, ring);
-#endif
+    bool multiplies = threadIdx.x < K::GROUPS * 128;
+    u32 buffer = ring.base + K::PUTS_AT + threadIdx.x / 32 * K::BUFFERS * PUT_BYTES;
+    for (int t = blockIdx.x; t < walk.count; t += gridDim.x) {
+        Walk<K>::go(walk, t);
+        if (multiplies) consume<K>(p, walk, ring, buffer);
+        else if (threadIdx.x == K::GROUPS * 128) produce<K>(p, walk, ring);
     }
     next();
-    if (threadIdx.x < K::GROUPS * 128) stores_wait<0>();
-    __syncwarp();
-    cluster_sync(); // nobody leaves while others may tell it something
+    if (multiplies) stores_wait<0>(); // shared memory stays until they have read it
 }
 
-template <Then THEN> using Large = Kind<THEN, 2, 256, 1, 1>;
-template <Then THEN> using Medium = Kind<THEN, 2, 128, 1, 1>;
-template <Then THEN> using Small = Kind<THEN, 1, 128, 1, 1>;
+template <Then THEN> using Large = Kind<THEN, 2, 256, 1>;
+template <Then THEN> using Medium = Kind<THEN, 2, 128, 2>;
+template <Then THEN> using Small = Kind<THEN, 1, 128, 1>;
 
-#define PAIR(ROWS) KERNEL __launch_bounds__(2 * ROWS + 32, 1) void
+#define THREADS(COUNT, BLOCKS) KERNEL __launch_bounds__(COUNT, BLOCKS) void
 
 /// out = a bᵀ.
-PAIR(128) dense_store_128x256(__grid_constant__ const Dense p) { dense<Large<STORE>>(p); }
-PAIR(128) dense_store_128x128(__grid_constant__ const Dense p) { dense<Medium<STORE>>(p); }
-PAIR(64) dense_store_64x128(__grid_constant__ const Dense p) { dense<Small<STORE>>(p); }
+THREADS(288, 1) dense_store_128x256(__grid_constant__ const Dense p) { dense<Large<STORE>>(p); }
+THREADS(288, 2) dense_store_128x128(__grid_constant__ const Dense p) { dense<Medium<STORE>>(p); }
+THREADS(160, 1) dense_store_64x128(__grid_constant__ const Dense p) { dense<Small<STORE>>(p); }
 
 /// out += a bᵀ.
-PAIR(128) dense_add_128x256(__grid_constant__ const Dense p) { dense<Large<ADD>>(p); }
-PAIR(128) dense_add_128x128(__grid_constant__ const Dense p) { dense<Medium<ADD>>(p); }
-PAIR(64) dense_add_64x128(__grid_constant__ const Dense p) { dense<Small<ADD>>(p); }
+THREADS(288, 1) dense_add_128x256(__grid_constant__ const Dense p) { dense<Large<ADD>>(p); }
+THREADS(288, 2) dense_add_128x128(__grid_constant__ const Dense p) { dense<Medium<ADD>>(p); }
+THREADS(160, 1) dense_add_64x128(__grid_constant__ const Dense p) { dense<Small<ADD>>(p); }
 
 /// out = scale · a bᵀ.
-PAIR(128) dense_scale_128x256(__grid_constant__ const Dense p) { dense<Large<SCALE>>(p); }
-PAIR(128) dense_scale_128x128(__grid_constant__ const Dense p) { dense<Medium<SCALE>>(p); }
-PAIR(64) dense_scale_64x128(__grid_constant__ const Dense p) { dense<Small<SCALE>>(p); }
+THREADS(288, 1) dense_scale_128x256(__grid_constant__ const Dense p) { dense<Large<SCALE>>(p); }
+THREADS(288, 2) dense_scale_128x128(__grid_constant__ const Dense p) { dense<Medium<SCALE>>(p); }
+THREADS(160, 1) dense_scale_64x128(__grid_constant__ const Dense p) { dense<Small<SCALE>>(p); }
 
 /// out = SiLU(a gateᵀ) ⊙ (a upᵀ), as bf16.
-PAIR(128) dense_gated_128x256(__grid_constant__ const Dense p) { dense<Large<GATED>>(p); }
-PAIR(128) dense_gated_128x128(__grid_constant__ const Dense p) { dense<Medium<GATED>>(p); }
-PAIR(64) dense_gated_64x128(__grid_constant__ const Dense p) { dense<Small<GATED>>(p); }
+THREADS(288, 1) dense_gated_128x256(__grid_constant__ const Dense p) { dense<Large<GATED>>(p); }
+THREADS(288, 2) dense_gated_128x128(__grid_constant__ const Dense p) { dense<Medium<GATED>>(p); }
+THREADS(160, 1) dense_gated_64x128(__grid_constant__ const Dense p) { dense<Small<GATED>>(p); }
 
 /// out = a bᵀ of factors that are sums of two, but for low · low.
-PAIR(128) dense_split_128x256(__grid_constant__ const Dense p) { dense<Large<SPLIT>>(p); }
-PAIR(128) dense_split_128x128(__grid_constant__ const Dense p) { dense<Medium<SPLIT>>(p); }
-PAIR(64) dense_split_64x128(__grid_constant__ const Dense p) { dense<Small<SPLIT>>(p); }
+THREADS(288, 1) dense_split_128x256(__grid_constant__ const Dense p) { dense<Large<SPLIT>>(p); }
+THREADS(288, 2) dense_split_128x128(__grid_constant__ const Dense p) { dense<Medium<SPLIT>>(p); }
+THREADS(160, 1) dense_split_64x128(__grid_constant__ const Dense p) { dense<Small<SPLIT>>(p); }

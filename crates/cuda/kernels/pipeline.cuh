@@ -110,27 +110,8 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {
                  : "memory");
 }
 
-/// Arrives at the same barrier of block `rank` of the cluster.
-DEVICE void barrier_arrive_at(u32 barrier, int rank) {
-    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier), "r"(rank)
-                 : "memory");
-}
-
-/// The cluster's other blocks and the copy engine may use the barriers that this thread made.
+/// The copy engine may use the barriers that this thread made.
 DEVICE void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-/// This block's number in its cluster.
-DEVICE int cluster_rank() {
-    int rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-/// Waits for all threads of the cluster.
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 
 /// Copies by the engine from now on see what this thread wrote to shared memory.
 DEVICE void copies_see_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

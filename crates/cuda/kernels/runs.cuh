@@ -11,10 +11,10 @@
 
 /// Whole words from an even address of shared memory; reads up to three bytes behind them.
 template <int COUNT> DEVICE void words_at(const u8 *from, u32 out[COUNT]) {
-    // Moved, not masked: the compiler then still knows that this is shared memory.
-    u32 odd = (u32)(u64)from & 2;
+    // By a difference, which leaves the compiler the knowledge that it is shared memory.
+    u32 odd = shared_address(from) & 2, select = odd ? 0x5432 : 0x3210;
     const u32 *at = (const u32 *)(from - odd);
-    u32 select = odd ? 0x5432 : 0x3210, before = at[0];
+    u32 before = at[0];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         u32 after = at[i + 1];

@@ -17,15 +17,17 @@ struct Kind {
     groups: usize,
     /// Rows of weights of a tile.
     width: usize,
+    /// Blocks that share a multiprocessor: while one stores, another multiplies.
+    blocks: usize,
     /// What a step of 64 columns takes, and what storing a tile takes, in 10 ns of an H200.
     step: usize,
     store: usize,
 }
 
 const KINDS: [Kind; 3] = [
-    Kind { groups: 2, width: 256, step: 62, store: 500 },
-    Kind { groups: 2, width: 128, step: 33, store: 250 },
-    Kind { groups: 1, width: 128, step: 30, store: 130 },
+    Kind { groups: 2, width: 256, blocks: 1, step: 62, store: 500 },
+    Kind { groups: 2, width: 128, blocks: 2, step: 32, store: 250 },
+    Kind { groups: 1, width: 128, blocks: 1, step: 30, store: 130 },
 ];
 
 /// Names of the kernels: of every product, of every kind.
@@ -39,8 +41,8 @@ const NAMES: [[&str; KINDS.len()]; 5] = [
 
 const STEP: usize = 64;
 
-/// Bytes of a warp's two buffers for sums on their way out.
-const PUT_BYTES: usize = 2 * 16 * 128;
+/// Bytes of a warp's buffer for sums on their way out.
+const PUT_BYTES: usize = 16 * 128;
 
 impl Kind {
     fn rows(self) -> usize {
@@ -60,14 +62,18 @@ impl Kind {
     fn time(self, product: Product, p: &Gemm, processors: usize) -> usize {
         let products = if product == Product::Split { 3 } else { 1 };
         let steps = (p.k as usize).div_ceil(STEP) * products;
-        self.tiles(product, p).div_ceil(processors) * (steps * self.step + self.store)
+        let tiles = self.tiles(product, p).div_ceil(processors);
+        tiles * steps * self.step + tiles.div_ceil(self.blocks) * self.store
     }
 
-    /// Shared memory of a block, of which there is `room`: as many stages as fit, each with two barriers, and the buffers of
-    /// sums.
+    /// Shared memory of a block, where one alone can have `room`: as many stages as fit, each with two barriers, and buffers
+    /// of sums, two for a warp that has nobody beside it.
     fn shared(self, room: usize) -> usize {
-        let (stage, put) = ((self.rows() + self.width) * STEP * 2 + 16, self.groups * 4 * PUT_BYTES);
-        (room - put) / stage * stage + put
+        const OF_SYSTEM: usize = 1024; // taken of each block
+        let buffers = if self.blocks > 1 { 1 } else { 2 };
+        let (stage, put) =
+            ((self.rows() + self.width) * STEP * 2 + 16, self.groups * 4 * buffers * PUT_BYTES);
+        ((room + OF_SYSTEM) / self.blocks - OF_SYSTEM - put) / stage * stage + put
     }
 }
 
@@ -148,7 +154,7 @@ impl DenseKernels {
             n: p.n,
             k: p.k,
         };
-        let blocks = kind.tiles(product, p).min(device.processors as usize);
+        let blocks = kind.tiles(product, p).min(kind.blocks * device.processors as usize);
         let threads = 128 * kind.groups + 32;
         device.launch(kernel, (blocks, 1, 1), threads, kind.shared(self.room), &all)
     }

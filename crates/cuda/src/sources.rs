@@ -17,7 +17,10 @@ const DENSE: &str = include_str!("../kernels/dense.cu");
 const PAIRS: &str = include_str!("../kernels/pairs.cuh");
 const EXPERTS: &str = include_str!("../kernels/experts.cu");
 const REST: &str = include_str!("../kernels/rest.cu");
+const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
+const FEW_EXPERTS: &str = include_str!("../kernels/few_experts.cu");
+const WHOLE: &str = include_str!("../kernels/whole.cuh");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
@@ -119,7 +122,21 @@ pub(crate) fn table_bytes(ty: Type) -> usize {
     }
 }
 
-/// Copies of that table for the products of pairs of experts, so that lanes read from different banks: as many as lanes read
+/// Bytes of the tables that decoding `ty` to whole numbers keeps in shared memory (`Whole::TABLE` of the kernels).
+pub(crate) fn whole_table_bytes(ty: Type) -> usize {
+    let entries = match ty {
+        Type::IQ1_S | Type::IQ1_M => codebook::IQ1_GRID.len() * 4,
+        Type::IQ2_XXS | Type::IQ3_XXS => 2 * 256 * 32,
+        Type::IQ2_XS => codebook::IQ2_XS_GRID.len() * 16 + 128 * 32,
+        Type::IQ2_S => codebook::IQ2_S_GRID.len() * 8 + 256 * 16,
+        Type::IQ3_S => codebook::IQ3_S_GRID.len() * 16,
+        Type::IQ4_NL | Type::IQ4_XS | Type::MXFP4 => 256 * 32,
+        _ => 0,
+    };
+    4 * entries
+}
+
+/// Copies of the table of [`table_bytes`] for the products of pairs of experts, so that lanes read from different banks: as many as lanes read
 /// at a time, or fit.
 fn copies(ty: Type) -> usize {
     let lanes = match ty {
@@ -314,7 +331,7 @@ impl Source {
     /// Products with few rows, of all types of a model; their numbers are the places in `types`.
     pub fn few(target: &Target, types: &[Type]) -> Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
-        let parts = [COMMON, &codebooks(types), TYPES, RUNS, ROUTE, FEW];
+        let parts = [COMMON, &codebooks(types), TYPES, RUNS, WHOLE, ROUTE, FEW_ROWS, FEW, FEW_EXPERTS];
         let name = format!("few {}", names.join(" "));
         Source::new(target, name, &parts, &[format!("TYPES={}", names.join(",")), "COPIES=1".to_string()])
     }
