@@ -37,7 +37,6 @@ const HOT: &[&str] = &[
     "experts_gated_high",
     "experts_down_low",
     "experts_down_high",
-    "experts_down_rest",
     "delta_prepare",
     "delta_scan",
     "delta_single",
@@ -89,7 +88,6 @@ fn main() -> ExitCode {
         all.extend(Type::all().map(|ty| (arch, Source::weights(&target, ty))));
         all.extend(Type::all().map(|ty| (arch, Source::few(&target, &[ty]))));
         all.extend(Type::all().filter_map(|ty| Some((arch, Source::experts(&target, ty)?))));
-        all.extend(Type::all().filter_map(|ty| Some((arch, Source::rest(&target, ty)?))));
     }
     all.retain(|(_, source)| only.is_empty() || only.iter().any(|name| source.name.starts_with(*name)));
     let next = std::sync::atomic::AtomicUsize::new(0);

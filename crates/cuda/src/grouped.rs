@@ -5,11 +5,11 @@ use model::Spec;
 use quant::Type;
 
 use crate::Cuda;
-use crate::kernels::{ExpertKernels, PairKernel};
+use crate::kernels::ExpertKernels;
 use crate::linear::{Gemm, dense};
 use crate::moe::{Done, Mask};
 use crate::open::Open;
-use crate::sources::{RESTING, gemm_stages};
+use crate::sources::gemm_stages;
 use crate::weights::{Experts, Triplet};
 
 #[derive(Clone, Copy)]
@@ -212,9 +212,7 @@ impl Cuda {
     ) -> Done {
         let (device, buffers, rows) = (self.device.clone(), &open.buffers, open.pass.rows());
         let (hidden, width) = (gate.cols, gate.rows);
-        let gated_by = gated_by.gated;
-        let down_by = if width <= RESTING { down_by.down_short } else { down_by.down };
-        let tiles = self.list_tiles(open, list, gated_by.tiles.pairs.min(down_by.tiles.pairs))?;
+        let tiles = self.list_tiles(open, list, gated_by.tiles.pairs)?;
         let x = self.scratch.shuffled.take(&device, 2 * rows * hidden)?;
         let fours = rows * hidden / 8;
         let shuffle = Shuffle { from: buffers.rounded.at(), to: x, fours: fours as i32 };
@@ -243,9 +241,8 @@ impl Cuda {
             k: width as i32,
             ..into
         };
-        let launch = |kernel: PairKernel| (kernel.tiles.threads, kernel.shared);
-        self.multiply_grouped(&gated_by.function, launch(gated_by), into)?;
-        self.multiply_grouped(&down_by.function, launch(down_by), out)
+        self.multiply_grouped(&gated_by.gated, (gated_by.tiles.threads, gated_by.shared), into)?;
+        self.multiply_grouped(&down_by.down, (down_by.tiles.threads, down_by.shared), out)
     }
 
     /// Outputs of the pairs of some experts: gate and up, then down, decoded before they are multiplied.

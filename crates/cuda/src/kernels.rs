@@ -10,7 +10,7 @@ use crate::compile;
 use crate::dense::DenseKernels;
 use crate::driver::{Device, Function, Module, failed};
 use crate::error::Result;
-use crate::sources::{PAIR_TILES, PairTiles, Source, Target, mix_shared, pair_buffers, rest_tiles};
+use crate::sources::{PAIR_TILES, PairTiles, Source, Target, mix_shared, pair_buffers};
 
 /// Kernels that touch weights of one type.
 pub(crate) struct WeightKernels {
@@ -21,22 +21,14 @@ pub(crate) struct WeightKernels {
     pub(crate) embed: Function,
 }
 
-/// A kernel of products of pairs of experts.
+/// Products of the pairs of experts with blocks of one type, by tiles of one kind.
 #[derive(Clone, Copy)]
-pub(crate) struct PairKernel {
-    pub(crate) function: Function,
+pub(crate) struct ExpertKernels {
+    pub(crate) gated: Function,
+    pub(crate) down: Function,
     /// Bytes of shared memory.
     pub(crate) shared: usize,
     pub(crate) tiles: PairTiles,
-}
-
-/// Products of the pairs of experts with blocks of one type, for few pairs of an expert or for many.
-#[derive(Clone, Copy)]
-pub(crate) struct ExpertKernels {
-    pub(crate) gated: PairKernel,
-    pub(crate) down: PairKernel,
-    /// The same for rows of at most `RESTING` numbers.
-    pub(crate) down_short: PairKernel,
 }
 
 /// Every kernel of a model.
@@ -97,15 +89,12 @@ impl Kernels {
         sources.push(Source::few(target, &few_types));
         sources.extend(types.iter().map(|&ty| Source::weights(target, ty)));
         let of_experts = expert_types(model);
-        let as_asked = |source: Source| if decode_experts { source } else { source.without_decoding() };
         let fused: Vec<(Type, Source)> = of_experts
             .into_iter()
             .filter_map(|ty| Some((ty, Source::experts(target, ty)?)))
-            .map(|(ty, source)| (ty, as_asked(source)))
+            .map(|(ty, source)| (ty, if decode_experts { source } else { source.without_decoding() }))
             .collect();
-        let rest = |&(ty, _): &(Type, Source)| Some((ty, as_asked(Source::rest(target, ty)?)));
-        let resting: Vec<(Type, Source)> = fused.iter().filter_map(rest).collect();
-        sources.extend(fused.iter().chain(&resting).map(|(_, source)| source.clone()));
+        sources.extend(fused.iter().map(|(_, source)| source.clone()));
         let mut modules = load(device, &sources)?.into_iter();
         let mut next = || modules.next().expect("a module for each source");
         let (gemm, rows, delta, attention) = (next(), next(), next(), next());
@@ -125,26 +114,15 @@ impl Kernels {
             let module = next();
             let find = |name: &'static str, tiles: PairTiles| {
                 let (_, shared) = pair_buffers(target, ty, tiles).expect("it has a source");
-                let function = module.function(name).map_err(failed(name))?;
-                Ok::<_, crate::Error>(PairKernel { function, shared, tiles })
+                Ok::<_, crate::Error>((module.function(name).map_err(failed(name))?, shared))
             };
-            let [few, many] = PAIR_TILES;
-            let (down_few, down) = (find("experts_down_low", few)?, find("experts_down_high", many)?);
-            let few = ExpertKernels {
-                gated: find("experts_gated_low", few)?,
-                down: down_few,
-                down_short: down_few,
+            let kernels = |gated, down, tiles| {
+                let ((gated, shared), (down, _)) = (find(gated, tiles)?, find(down, tiles)?);
+                Ok::<_, crate::Error>(ExpertKernels { gated, down, shared, tiles })
             };
-            let many = ExpertKernels { gated: find("experts_gated_high", many)?, down, down_short: down };
-            experts.insert(ty, [few, many]);
-            of_types.push(module);
-        }
-        for (ty, _) in resting {
-            let module = next();
-            let (tiles, shared) = rest_tiles(target, ty).expect("it has a source");
-            let function = module.function("experts_down_rest").map_err(failed("experts_down_rest"))?;
-            let [_, many] = experts.get_mut(&ty).expect("types at rest have the other kernels, too");
-            many.down_short = PairKernel { function, shared, tiles };
+            let [low, high] = PAIR_TILES;
+            let low = kernels("experts_gated_low", "experts_down_low", low)?;
+            experts.insert(ty, [low, kernels("experts_gated_high", "experts_down_high", high)?]);
             of_types.push(module);
         }
         Ok(Kernels {
@@ -245,7 +223,6 @@ pub fn package() -> Vec<Source> {
         sources.extend(heads.map(|(dim, kv)| Source::attention(&target, dim, kv)));
         sources.extend(all.iter().map(|&ty| Source::weights(&target, ty)));
         sources.extend(all.iter().filter_map(|&ty| Source::experts(&target, ty)));
-        sources.extend(all.iter().filter_map(|&ty| Source::rest(&target, ty)));
         sources
     };
     [(9, 0), (8, 0)].into_iter().flat_map(of_target).collect()

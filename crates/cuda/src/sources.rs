@@ -14,9 +14,7 @@ const WEIGHTS: &str = include_str!("../kernels/weights.cu");
 const PIPELINE: &str = include_str!("../kernels/pipeline.cuh");
 const GEMM: &str = include_str!("../kernels/gemm.cu");
 const DENSE: &str = include_str!("../kernels/dense.cu");
-const PAIRS: &str = include_str!("../kernels/pairs.cuh");
 const EXPERTS: &str = include_str!("../kernels/experts.cu");
-const REST: &str = include_str!("../kernels/rest.cu");
 const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
 const FEW_EXPERTS: &str = include_str!("../kernels/few_experts.cu");
@@ -191,21 +189,6 @@ pub(crate) fn pair_buffers(target: &Target, ty: Type, tiles: PairTiles) -> Optio
     possible.then_some((buffers, fixed + buffers * each))
 }
 
-/// Numbers of the longest rows of x that down of many pairs keeps in shared memory (`Rest` of the kernels).
-pub(crate) const RESTING: usize = 512;
-
-/// Tiles of that kernel, and its shared memory with so many copies of the table. `None` unless `ty` is decoded in halves
-/// (`Halves` of the kernels), on other GPUs, and where there is no room for four copies: lanes would wait for each other.
-pub(crate) fn rest_tiles(target: &Target, ty: Type) -> Option<(PairTiles, usize)> {
-    const COPIES: usize = 4;
-    let tiles = PairTiles { pairs: PAIR_TILES[1].pairs, threads: 512, rows: 3 * 64, x_stages: RESTING / 128 };
-    let buffers = tiles.rows * span_window(ty) + 3 * BARRIER_BYTES;
-    let shared =
-        2 * RESTING * tiles.pairs + tiles.x_stages * BARRIER_BYTES + buffers + COPIES * table_bytes(ty);
-    let possible = target.arch == "sm_90a" && matches!(ty, Type::IQ2_XXS | Type::IQ2_XS);
-    (possible && shared <= target.shared).then_some((tiles, shared))
-}
-
 /// Products of the tensor cores of compute capability 9.0a, for all widths of tiles: c += a · xᵀ over 16 of k, a [64, 16] in
 /// registers, x [width, 16] in shared memory.
 fn products() -> String {
@@ -305,7 +288,7 @@ impl Source {
     pub fn experts(target: &Target, ty: Type) -> Option<Source> {
         let [low, high] = PAIR_TILES.map(|tiles| pair_buffers(target, ty, tiles));
         let (low, high) = (low?.0, high?.0);
-        let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, PIPELINE, &products(), PAIRS, EXPERTS];
+        let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, PIPELINE, &products(), EXPERTS];
         let defines = [
             format!("TYPE={ty}"),
             format!("SPANS_LOW={low}"),
@@ -313,14 +296,6 @@ impl Source {
             format!("COPIES={}", copies(ty)),
         ];
         Some(Source::new(target, format!("experts {ty}"), &parts, &defines))
-    }
-
-    /// Products of down of many pairs whose weights are blocks of `ty`, with x at rest, if that pays.
-    pub fn rest(target: &Target, ty: Type) -> Option<Source> {
-        rest_tiles(target, ty)?;
-        let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, PIPELINE, &products(), PAIRS, REST];
-        let defines = [format!("TYPE={ty}"), "SPANS_REST=1".to_string(), "COPIES=4".to_string()];
-        Some(Source::new(target, format!("rest {ty}"), &parts, &defines))
     }
 
     /// Norms, router, grouping, sums.
