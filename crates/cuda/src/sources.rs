@@ -40,16 +40,7 @@ template <class T> struct Constant {
         for (int i = 0; i < 16; i++) out[i] = 0x3f803f80u ^ run << i;
     }
 };
-template <class T> struct ConstantHalves {
-    u32 run;
-    DEVICE ConstantHalves of(const u8 *, u32 run) { return ConstantHalves{run}; }
-    DEVICE void decode(const ConstantHalves &h, int half, const u32 *, u32 out[8]) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) out[i] = 0x3f803f80u ^ h.run << (8 * half + i);
-    }
-};
 #define Run Constant
-#define Halves ConstantHalves
 ";
 
 /// What kernels are compiled for.
