@@ -17,7 +17,7 @@
 const int STEP = 128;
 const int SPAN = 256; // weights
 const int SPAN_BYTES = SPAN / TYPE::LEN * TYPE::BYTES;
-const int WINDOW = ((SPAN_BYTES + 30) / 16 | 1) * 16; // bytes of a row: an odd number of 16-byte words around a span
+const int WINDOW = (SPAN_BYTES + 30 - (TYPE::BYTES % 2 == 0)) / 16 * 16 | 16; // bytes of a row: an odd number of 16-byte words around a span
 
 /// Tiles for few and for many pairs of an expert, threads that copy, registers of a thread that multiplies and of one that
 /// copies. SPANS_*: buffers of blocks there is room for. AHEAD: whether there are registers for a step that is decoded ahead; k
@@ -58,43 +58,11 @@ struct Pairs {
     int n, k, used;
 };
 
-/// c += a · xᵀ over 16 of k: a [64, 16] in registers, x [WIDTH, 16] in shared memory.
-template <int WIDTH> DEVICE void multiply_tile(float c[WIDTH / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 x) {
-    if (WIDTH == 16) {
-        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-                     "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-                     "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
-    }
-    if (WIDTH == 32) {
-        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                     "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
-                       "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
-    }
-    if (WIDTH == 64) {
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                     "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
-                       "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
-                       "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
-                       "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
-    }
-}
-
 /// Has all of these computed before anything that follows: products must not find them unfinished.
-DEVICE void settle(u32 a[2][16]) {
+DEVICE void settle(u32 a[16]) {
     asm volatile(""
-                 : "+r"(a[0][0]), "+r"(a[0][1]), "+r"(a[0][2]), "+r"(a[0][3]), "+r"(a[0][4]), "+r"(a[0][5]), "+r"(a[0][6]), "+r"(a[0][7]),
-                   "+r"(a[0][8]), "+r"(a[0][9]), "+r"(a[0][10]), "+r"(a[0][11]), "+r"(a[0][12]), "+r"(a[0][13]), "+r"(a[0][14]), "+r"(a[0][15]),
-                   "+r"(a[1][0]), "+r"(a[1][1]), "+r"(a[1][2]), "+r"(a[1][3]), "+r"(a[1][4]), "+r"(a[1][5]), "+r"(a[1][6]), "+r"(a[1][7]),
-                   "+r"(a[1][8]), "+r"(a[1][9]), "+r"(a[1][10]), "+r"(a[1][11]), "+r"(a[1][12]), "+r"(a[1][13]), "+r"(a[1][14]), "+r"(a[1][15])
+                 : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]), "+r"(a[4]), "+r"(a[5]), "+r"(a[6]), "+r"(a[7]),
+                   "+r"(a[8]), "+r"(a[9]), "+r"(a[10]), "+r"(a[11]), "+r"(a[12]), "+r"(a[13]), "+r"(a[14]), "+r"(a[15])
                  :
                  : "memory");
 }
@@ -122,11 +90,29 @@ struct Ring {
 };
 
 /// Pairs of a tile that are multiplied, with what fills it up.
-DEVICE int padded(int rows) { return rows <= 16 ? 16 : rows <= 32 ? 32 : (rows + 63) / 64 * 64; }
+DEVICE int multiplied(int rows) { return (rows + 15) / 16 * 16; }
+
+/// One lane of a warp tells, for all of it.
+DEVICE void warp_arrives(u32 barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+template <int N> struct Width {
+    static const int VALUE = N;
+};
+
+/// Calls `f` with the width of `wide` pairs, a multiple of 16 up to N. The widest are found first: they are what takes time.
+template <int N, class F> DEVICE void of_width(int wide, const F &f) {
+    if constexpr (N > 16) {
+        if (wide <= N - 16) return of_width<N - 16>(wide, f);
+    }
+    f(Width<N>());
+}
 
 /// Where row `row` of a tile's blocks begins. GATED: of each 16 rows eight of gate, then the same of up, outputs in shuffled
 /// order; else neighbouring rows are eight apart.
-template <class S, bool GATED> DEVICE const u8 *row_at(const Pairs &p, const Tile &tile, int first, int row) {
+template <bool GATED> DEVICE const u8 *row_at(const Pairs &p, const Tile &tile, int first, int row) {
     int at = row % 8, half = row / 8 % 2, n;
     if (GATED) {
         int o = first + row / 16 * 8 + at, i = o % 128;
@@ -152,12 +138,12 @@ template <class S, bool GATED>
 DEVICE void produce(const Pairs &p, const Tile &tile, int first, u8 *shared, Ring &x, Ring &spans, int odd, u32 &own, const Tile &after) {
     typedef Sizes<S> Z;
     const int AT_ONCE = S::PRODUCERS / 2, PARTS = Z::ROWS / AT_ONCE;
-    int thread = threadIdx.x - Z::CONSUMERS, count = padded(tile.rows);
+    int thread = threadIdx.x - Z::CONSUMERS, count = multiplied(tile.rows);
     u32 *places = (u32 *)(shared + Z::PLACES_AT) + odd * S::TOKENS;
     if (thread < count) places[thread] = thread < tile.rows ? (GATED ? own / p.used : own) * p.k : 0xffffffffu;
     const u8 *rows[PARTS];
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) rows[i] = row_at<S, GATED>(p, tile, first, thread / 2 + i * AT_ONCE);
+    for (int i = 0; i < PARTS; i++) rows[i] = row_at<GATED>(p, tile, first, thread / 2 + i * AT_ONCE);
     asm volatile("bar.sync 1, %0;" ::"n"(S::PRODUCERS) : "memory");
     int row = thread / 16, chunk = thread % 16;
     u32 base = shared_address(shared);
@@ -194,81 +180,88 @@ DEVICE void produce(const Pairs &p, const Tile &tile, int first, u8 *shared, Rin
 }
 
 /// SiLU(gate) · up, two neighbouring outputs of a pair to a lane.
-template <class S, int WIDTH> DEVICE void store_inner(const Pairs &p, const Tile &tile, int n, int token, const float c[WIDTH / 2]) {
+template <int TOKENS> DEVICE void store_inner(const Pairs &p, const Tile &tile, int n, const float c[TOKENS / 2]) {
     int lane = threadIdx.x % 32, odd = lane / 4 % 2;
 #pragma unroll
-    for (int j = 0; j < WIDTH / 8; j++) {
+    for (int j = 0; j < TOKENS / 8; j++) {
+        if (8 * j >= tile.rows) break;
         float x = silu(c[4 * j]) * c[4 * j + 2], y = silu(c[4 * j + 1]) * c[4 * j + 3];
         float other = __shfl_xor_sync(~0u, odd ? x : y, 4);
-        int row = token + 8 * j + lane % 4 * 2 + odd;
+        int row = 8 * j + lane % 4 * 2 + odd;
         u32 both = odd ? bf16_pair(other, y) : bf16_pair(x, other);
         if (row < tile.rows) *(u32 *)(p.out + (long)(tile.first + row) * p.n + n + (lane / 4 & ~1)) = both;
     }
 }
 
-/// Weighted outputs of pairs. Lane l has looked up number `token` + l of the tile's pairs, and those 32 behind, and so on.
-template <class S, int WIDTH>
-DEVICE void store_pairs(const Pairs &p, const Tile &tile, int n, int token, const float c[WIDTH / 2], const u32 *pairs, const float *weights) {
+/// Pairs of a tile and their weights: lane l has number l, and those 32 behind, and so on.
+template <int TOKENS> DEVICE void look_up_pairs(const Pairs &p, const Tile &tile, u32 pairs[(TOKENS + 31) / 32], float weights[(TOKENS + 31) / 32]) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < (TOKENS + 31) / 32; i++) pairs[i] = __ldg(p.pairs + tile.first + min(i * 32 + lane, tile.rows - 1));
+#pragma unroll
+    for (int i = 0; i < (TOKENS + 31) / 32; i++) weights[i] = __ldg(p.weights + pairs[i]);
+}
+
+/// Weighted outputs of pairs that have been looked up.
+template <int TOKENS>
+DEVICE void store_pairs(const Pairs &p, const Tile &tile, int n, const float c[TOKENS / 2], const u32 *pairs, const float *weights) {
     int lane = threadIdx.x % 32;
     n += lane / 4 * 2;
 #pragma unroll
-    for (int j = 0; j < WIDTH / 8; j++) {
+    for (int j = 0; j < TOKENS / 8; j++) {
+        if (8 * j >= tile.rows) break;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int from = j % 4 * 8 + lane % 4 * 2 + i;
             u32 pair = __shfl_sync(~0u, pairs[j / 4], from);
             float weight = __shfl_sync(~0u, weights[j / 4], from);
             u32 both = bf16_pair(c[4 * j + i] * weight, c[4 * j + 2 + i] * weight);
-            if (token + j / 4 * 32 + from < tile.rows && n < p.n) *(u32 *)(p.out + (long)pair * p.n + n) = both;
+            if (j / 4 * 32 + from < tile.rows && n < p.n) *(u32 *)(p.out + (long)pair * p.n + n) = both;
         }
     }
 }
 
 /// Decodes and multiplies all steps of a tile as they come, and stores the sums.
-template <class S, bool GATED, int BLOCKS, int WIDTH>
-DEVICE void consume(const Pairs &p, const Tile &tile, int first, u8 *shared, Ring &x, Ring &spans) {
+template <class S, bool GATED> DEVICE void consume(const Pairs &p, const Tile &tile, int first, u8 *shared, Ring &x, Ring &spans) {
     typedef Sizes<S> Z;
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp * 16 + lane / 4;
-    float c[BLOCKS][WIDTH / 2];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp * 16 + lane / 4, wide = multiplied(tile.rows);
+    float c[S::TOKENS / 2];
 #pragma unroll
-    for (int i = 0; i < BLOCKS; i++) {
-#pragma unroll
-        for (int j = 0; j < WIDTH / 2; j++) c[i][j] = 0.0f;
-    }
-    u32 low = (u32)(u64)row_at<S, GATED>(p, tile, first, row), high = (u32)(u64)row_at<S, GATED>(p, tile, first, row + 8);
+    for (int j = 0; j < S::TOKENS / 2; j++) c[j] = 0.0f;
+    u32 low = (u32)(u64)row_at<GATED>(p, tile, first, row), high = (u32)(u64)row_at<GATED>(p, tile, first, row + 8);
     const u32 *table = (const u32 *)(shared + Z::TABLE_AT);
-    u32 a[2][16];
     auto decode = [&](int k, u32 out[2][16]) {
         if (k % SPAN == 0) barrier_wait(spans.full + 8 * spans.slot, spans.parity);
         const u8 *window = shared + Z::SPANS_AT + spans.slot * Z::SPAN_BUFFER + row * WINDOW;
         u32 offset = k / SPAN * SPAN_BYTES, run = (u32)k % SPAN / 32 + lane % 4;
         Run<TYPE>::decode(window + ((low + offset) & 15), run, table, out[0]);
         Run<TYPE>::decode(window + 8 * WINDOW + ((high + offset) & 15), run, table, out[1]);
-        if (k % SPAN == SPAN - STEP || k + STEP >= p.k) {
-            __syncwarp();
-            if (lane == 0) barrier_arrive(spans.empty + 8 * spans.slot);
+        settle(out[0]), settle(out[1]);
+        if (k % SPAN == SPAN - STEP) {
+            warp_arrives(spans.empty + 8 * spans.slot);
             Ring::advance(spans, S::SPANS);
         }
     };
     auto multiply = [&](u32 by[2][16]) {
         barrier_wait(x.full + 8 * x.slot, x.parity);
         u64 from = descriptor(shared_address(shared) + x.slot * Z::X_BYTES);
-        settle(by);
+        settle(by[0]), settle(by[1]);
         products_begin();
+        of_width<S::TOKENS>(wide, [&](auto width) {
 #pragma unroll
-        for (int s = 0; s < STEP / 16; s++) {
-#pragma unroll
-            for (int i = 0; i < BLOCKS; i++) {
-                multiply_tile<WIDTH>(c[i], by[0][2 * s], by[1][2 * s], by[0][2 * s + 1], by[1][2 * s + 1],
-                                     from + s / 4 * (Z::HALF / 16) + i * (64 * 128 / 16) + s % 4 * 2);
+            for (int s = 0; s < STEP / 16; s++) {
+                Products<decltype(width)::VALUE>::add(c, by[0][2 * s], by[1][2 * s], by[0][2 * s + 1], by[1][2 * s + 1],
+                                                      from + s / 4 * (Z::HALF / 16) + s % 4 * 2);
             }
-        }
+        });
         products_commit();
     };
-    auto release = [&]() {
-        if (lane == 0) barrier_arrive(x.empty + 8 * x.slot);
+    auto finish = [&]() {
+        products_wait<0>();
+        warp_arrives(x.empty + 8 * x.slot);
         Ring::advance(x, S::X_STAGES);
     };
+    u32 a[2][16];
     decode(0, a);
     if (S::AHEAD) {
         // The next step is decoded while this one's products are made.
@@ -276,57 +269,26 @@ DEVICE void consume(const Pairs &p, const Tile &tile, int first, u8 *shared, Rin
         for (int k = 0;; k += 2 * STEP) {
             multiply(a);
             decode(k + STEP, b);
-            settle(b);
-            products_wait<0>();
-            release();
+            finish();
             multiply(b);
             if (k + 2 * STEP >= p.k) break;
             decode(k + 2 * STEP, a);
-            settle(a);
-            products_wait<0>();
-            release();
+            finish();
         }
-        products_wait<0>();
-        release();
+        finish();
     } else {
         for (int k = STEP;; k += STEP) {
             multiply(a);
-            products_wait<0>();
-            release();
+            finish();
             if (k >= p.k) break;
             decode(k, a);
         }
     }
-    if (GATED) {
-#pragma unroll
-        for (int i = 0; i < BLOCKS; i++) store_inner<S, WIDTH>(p, tile, first + warp * 8, i * 64, c[i]);
-        return;
-    }
-    const int LOOKED_UP = (BLOCKS * WIDTH + 31) / 32;
-    u32 pairs[LOOKED_UP];
-    float weights[LOOKED_UP];
-#pragma unroll
-    for (int i = 0; i < LOOKED_UP; i++) pairs[i] = __ldg(p.pairs + tile.first + min(i * 32 + lane, tile.rows - 1));
-#pragma unroll
-    for (int i = 0; i < LOOKED_UP; i++) weights[i] = __ldg(p.weights + pairs[i]);
-#pragma unroll
-    for (int i = 0; i < BLOCKS; i++) {
-        store_pairs<S, WIDTH>(p, tile, first + warp * 16, i * 64, c[i], pairs + 2 * i, weights + 2 * i);
-    }
-}
-
-/// By the number of pairs.
-template <class S, bool GATED>
-DEVICE void consume_tile(const Pairs &p, const Tile &tile, int first, u8 *shared, Ring &x, Ring &spans) {
-    if (S::TOKENS == 64) {
-        if (tile.rows <= 16) return consume<S, GATED, 1, 16>(p, tile, first, shared, x, spans);
-        if (tile.rows <= 32) return consume<S, GATED, 1, 32>(p, tile, first, shared, x, spans);
-        return consume<S, GATED, 1, 64>(p, tile, first, shared, x, spans);
-    }
-    if (tile.rows <= 32) consume<S, GATED, 1, 32>(p, tile, first, shared, x, spans);
-    else if (tile.rows <= 64) consume<S, GATED, 1, 64>(p, tile, first, shared, x, spans);
-    else if (tile.rows <= 128) consume<S, GATED, 2, 64>(p, tile, first, shared, x, spans);
-    else consume<S, GATED, 3, 64>(p, tile, first, shared, x, spans);
+    if (GATED) return store_inner<S::TOKENS>(p, tile, first + warp * 8, c);
+    u32 pairs[S::TOKENS / 32];
+    float weights[S::TOKENS / 32];
+    look_up_pairs<S::TOKENS>(p, tile, pairs, weights);
+    store_pairs<S::TOKENS>(p, tile, first + warp * 16, c, pairs, weights);
 }
 
 /// Blocks of the grid take tiles in turns.
@@ -367,7 +329,7 @@ template <class S, bool GATED> DEVICE void experts(const Pairs &p) {
         for (int t = blockIdx.x; t < count; t += step) {
             Tile tile = next;
             look_up(t + step);
-            consume_tile<S, GATED>(p, tile, t % columns * OUTPUTS, shared, x, spans);
+            consume<S, GATED>(p, tile, t % columns * OUTPUTS, shared, x, spans);
         }
     }
 }

@@ -113,7 +113,7 @@ struct Tiles {
     int listed, tile_rows;
 };
 
-/// Tiles of the pairs of listed experts. One block of 1024 threads.
+/// Tiles of the pairs of listed experts, each expert's about alike in rows. One block of 1024 threads.
 KERNEL void group_tiles(Tiles p) {
     __shared__ int sums[1024];
     int t = threadIdx.x, pairs = t < p.listed ? p.counts[p.list[t]] : 0;
@@ -126,10 +126,12 @@ KERNEL void group_tiles(Tiles p) {
         sums[t] += before;
     }
     if (t == 1023) *p.count = sums[t];
+    // Whole groups of 16, as they are multiplied.
+    int each = own > 0 ? ((pairs + own - 1) / own + 15) / 16 * 16 : 0;
     for (int i = 0; i < own; i++) {
         Tile tile;
-        tile.first = p.starts[p.list[t]] + i * p.tile_rows;
-        tile.rows = min(p.tile_rows, pairs - i * p.tile_rows);
+        tile.first = p.starts[p.list[t]] + i * each;
+        tile.rows = min(each, pairs - i * each);
         tile.matrix = t;
         tile.expert = p.list[t];
         p.tiles[sums[t] - own + i] = tile;

@@ -15,13 +15,11 @@ pub(crate) const FEW: usize = 8;
 /// Outputs of a tile.
 pub(crate) const TILE: usize = 16;
 
-/// Threads of a block of `few_rows` and `experts_down`, and its warps; `many_tiles` has half as many.
-pub(crate) const THREADS: usize = 512;
-pub(crate) const WARPS: usize = 16;
+/// Warps of a block of `few_rows`; `many_tiles` has half as many.
+const WARPS: usize = 16;
 
-/// Threads of a block of `experts_up`, and its warps.
-pub(crate) const UP_THREADS: usize = 256;
-pub(crate) const UP_WARPS: usize = 8;
+/// Columns that experts are multiplied with at a time.
+pub(crate) const SPAN: usize = 256;
 
 /// Columns that are in shared memory at a time.
 const SEGMENT: usize = 2048;
@@ -31,7 +29,7 @@ pub(crate) const SLACK: usize = 512;
 
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-pub(crate) struct FewMatrix {
+struct FewMatrix {
     at: u64,
     out: u64,
     rows: i32,
@@ -81,6 +79,8 @@ pub(crate) struct FewExperts {
     places: u64,
     ty: i32,
     row_bytes: i32,
+    span: i32,
+    plain: i32,
 }
 
 /// What is multiplied.
@@ -125,7 +125,7 @@ pub(crate) fn side_by_side(matrices: &[Matrix], out: u64) -> Vec<Output> {
 }
 
 /// Bytes of a row of x in shared memory: runs of 32 numbers, 80 bytes apart.
-pub(crate) fn row_of_x(cols: usize) -> usize {
+fn row_of_x(cols: usize) -> usize {
     2 * (cols.div_ceil(128) * 4 * 40 + 8)
 }
 
@@ -139,7 +139,7 @@ impl Cuda {
         self.kernels.few_types.iter().position(|&known| known == ty).expect("a type of the model") as i32
     }
 
-    pub(crate) fn few_matrix(&self, matrix: Matrix, out: u64) -> FewMatrix {
+    fn few_matrix(&self, matrix: Matrix, out: u64) -> FewMatrix {
         FewMatrix {
             at: matrix.at,
             out,
@@ -157,6 +157,8 @@ impl Cuda {
             places: experts.places,
             ty: self.number_of(experts.ty),
             row_bytes: row_bytes(experts.ty, experts.cols) as i32,
+            span: row_bytes(experts.ty, SPAN) as i32,
+            plain: i32::from(experts.ty.block_len() == 1),
         }
     }
 

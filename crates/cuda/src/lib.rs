@@ -22,6 +22,7 @@ mod driver;
 mod error;
 mod fetch;
 mod few;
+mod few_experts;
 mod graph;
 mod grouped;
 mod head;

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Range;
 
 use model::{DeltaSpec, GRID as CELL, KvType};
 use quant::{Type, codebook};
@@ -14,7 +15,10 @@ const PIPELINE: &str = include_str!("../kernels/pipeline.cuh");
 const GEMM: &str = include_str!("../kernels/gemm.cu");
 const DENSE: &str = include_str!("../kernels/dense.cu");
 const EXPERTS: &str = include_str!("../kernels/experts.cu");
+const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
+const FEW_EXPERTS: &str = include_str!("../kernels/few_experts.cu");
+const WHOLE: &str = include_str!("../kernels/whole.cuh");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
@@ -34,7 +38,16 @@ template <class T> struct Constant {
         for (int i = 0; i < 16; i++) out[i] = 0x3f803f80u ^ run << i;
     }
 };
+template <class T> struct ConstantHalves {
+    u32 run;
+    DEVICE ConstantHalves of(const u8 *, u32 run) { return ConstantHalves{run}; }
+    DEVICE void decode(const ConstantHalves &h, int half, const u32 *, u32 out[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) out[i] = 0x3f803f80u ^ h.run << (8 * half + i);
+    }
+};
 #define Run Constant
+#define Halves ConstantHalves
 ";
 
 /// What kernels are compiled for.
@@ -107,7 +120,21 @@ pub(crate) fn table_bytes(ty: Type) -> usize {
     }
 }
 
-/// Copies of that table for the products of pairs of experts, so that lanes read from different banks: as many as lanes read
+/// Bytes of the tables that decoding `ty` to whole numbers keeps in shared memory (`Whole::TABLE` of the kernels).
+pub(crate) fn whole_table_bytes(ty: Type) -> usize {
+    let entries = match ty {
+        Type::IQ1_S | Type::IQ1_M => codebook::IQ1_GRID.len() * 4,
+        Type::IQ2_XXS | Type::IQ3_XXS => 2 * 256 * 32,
+        Type::IQ2_XS => codebook::IQ2_XS_GRID.len() * 16 + 128 * 32,
+        Type::IQ2_S => codebook::IQ2_S_GRID.len() * 8 + 256 * 16,
+        Type::IQ3_S => codebook::IQ3_S_GRID.len() * 16,
+        Type::IQ4_NL | Type::IQ4_XS | Type::MXFP4 => 256 * 32,
+        _ => 0,
+    };
+    4 * entries
+}
+
+/// Copies of the table of [`table_bytes`] for the products of pairs of experts, so that lanes read from different banks: as many as lanes read
 /// at a time, or fit.
 fn copies(ty: Type) -> usize {
     let lanes = match ty {
@@ -121,10 +148,17 @@ fn copies(ty: Type) -> usize {
 /// Most bytes of all copies of a table.
 const COPIES_BYTES: usize = 32 << 10;
 
-/// Bytes of shared memory of `bytes` bytes of a row (`window` and `WINDOW` of the kernels): whole words of 16, an odd number
+/// Bytes of shared memory of `bytes` bytes of a row (`window` of the kernels of few rows): whole words of 16, an odd number
 /// of them.
 pub(crate) fn few_window(bytes: usize) -> usize {
     (((bytes + 30) / 16) | 1) * 16
+}
+
+/// Bytes of shared memory for 256 weights of a row (`WINDOW` of the kernels): rows begin at even addresses if blocks have
+/// an even number of bytes.
+fn span_window(ty: Type) -> usize {
+    let bytes = ty.bytes(256).expect("256 weights are whole blocks of every type");
+    (((bytes + 30 - usize::from(ty.block_bytes().is_multiple_of(2))) / 16) | 1) * 16
 }
 
 /// Tiles of the products of pairs of experts (`Low` and `High` of the kernels).
@@ -147,13 +181,36 @@ pub(crate) const PAIR_TILES: [PairTiles; 2] = [
 /// Buffers of blocks of `ty` for the products of pairs of experts, and their shared memory in all. `None` for plain numbers,
 /// and for GPUs that cannot hand registers from one warp to another or lack the shared memory.
 pub(crate) fn pair_buffers(target: &Target, ty: Type, tiles: PairTiles) -> Option<(usize, usize)> {
-    let span = ty.bytes(256).expect("256 weights are whole blocks of every type");
     let x = tiles.x_stages * tiles.pairs * 128 * 2;
     let fixed = x + copies(ty) * table_bytes(ty) + 2 * 4 * tiles.pairs + BARRIER_BYTES * tiles.x_stages;
-    let each = tiles.rows * few_window(span) + BARRIER_BYTES;
+    let each = tiles.rows * span_window(ty) + BARRIER_BYTES;
     let buffers = (target.shared.checked_sub(fixed)? / each).min(3);
     let possible = target.arch == "sm_90a" && buffers >= 2 && ty.block_len() > 1;
     possible.then_some((buffers, fixed + buffers * each))
+}
+
+/// Products of the tensor cores of compute capability 9.0a, for all widths of tiles: c += a · xᵀ over 16 of k, a [64, 16] in
+/// registers, x [width, 16] in shared memory.
+fn products() -> String {
+    let mut out = "template <int WIDTH> struct Products;\n".to_string();
+    for width in (16..=PAIR_TILES[1].pairs).step_by(16) {
+        let sums = width / 2;
+        let list =
+            |of: &dyn Fn(usize) -> String, range: Range<usize>| range.map(of).collect::<Vec<_>>().join(", ");
+        let operand = |i| format!("%{i}");
+        writeln!(
+            out,
+            "template <> struct Products<{width}> {{\n    DEVICE void add(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u64 x) {{\n        \
+             asm volatile(\"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{}}}, {{{}}}, {}, 1, 1, 1, 0;\"\n        \
+             : {} : \"r\"(a0), \"r\"(a1), \"r\"(a2), \"r\"(a3), \"l\"(x));\n    }}\n}};",
+            list(&operand, 0..sums),
+            list(&operand, sums..sums + 4),
+            operand(sums + 4),
+            list(&|i| format!("\"+f\"(c[{i}])"), 0..sums),
+        )
+        .expect("writing to a string");
+    }
+    out
 }
 
 /// Bytes of shared memory of the scan over cells with `stages` stages, for heads of `dim`.
@@ -231,7 +288,7 @@ impl Source {
     pub fn experts(target: &Target, ty: Type) -> Option<Source> {
         let [low, high] = PAIR_TILES.map(|tiles| pair_buffers(target, ty, tiles));
         let (low, high) = (low?.0, high?.0);
-        let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, PIPELINE, EXPERTS];
+        let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, PIPELINE, &products(), EXPERTS];
         let defines = [
             format!("TYPE={ty}"),
             format!("SPANS_LOW={low}"),
@@ -249,7 +306,7 @@ impl Source {
     /// Products with few rows, of all types of a model; their numbers are the places in `types`.
     pub fn few(target: &Target, types: &[Type]) -> Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
-        let parts = [COMMON, &codebooks(types), TYPES, RUNS, ROUTE, FEW];
+        let parts = [COMMON, &codebooks(types), TYPES, RUNS, WHOLE, ROUTE, FEW_ROWS, FEW, FEW_EXPERTS];
         let name = format!("few {}", names.join(" "));
         Source::new(target, name, &parts, &[format!("TYPES={}", names.join(",")), "COPIES=1".to_string()])
     }

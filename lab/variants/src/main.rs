@@ -67,9 +67,18 @@ use kernels::int8::{Ahead, COLUMNS, Codes, GROUPS, PANEL, Panel};
 use kernels::{VARIANTS, Variant, unpack};
 use quant::Type;
 
-/// One type for each way the kernels multiply.
-const TYPES: [Type; 7] =
-    [Type::IQ2_XXS, Type::IQ2_XS, Type::IQ3_XXS, Type::Q4_K, Type::Q5_K, Type::Q6_K, Type::Q8_0];
+/// At least one type for each way the kernels multiply.
+const TYPES: [Type; 9] = [
+    Type::IQ2_XXS,
+    Type::IQ2_XS,
+    Type::IQ3_XXS,
+    Type::Q2_K,
+    Type::Q3_K,
+    Type::Q4_K,
+    Type::Q5_K,
+    Type::Q6_K,
+    Type::Q8_0,
+];
 
 /// Median CPU seconds of seven runs of `times` calls, after one to warm up, for one call.
 fn median(times: usize, mut work: impl FnMut()) -> f64 {

@@ -18,6 +18,7 @@ use quant::Type;
 
 use super::int8::ORDER;
 use super::lanes::{Float, Int, Rows, Table};
+pub(super) use k::Factored;
 
 /// What becomes of decoded columns. Calls come in the order of columns.
 pub(super) trait Sink {
@@ -29,19 +30,7 @@ pub(super) trait Sink {
     fn halves(&mut self, q: [Int; 8], scales: [Float; 2]);
 
     /// As [`Sink::full`], of weights that are integers times an integer factor for each half.
-    fn factored<F: Factored, const N: usize>(&mut self, weights: &F, scale: Float, offsets: [Float; N]);
-}
-
-/// 32 columns of integers with an integer factor for each half.
-pub(super) trait Factored {
-    /// The smallest integer before it is multiplied.
-    const LOWEST: i32;
-
-    /// Products with the factors, shifted.
-    fn products(&self) -> [Int; 8];
-
-    /// Integers above the smallest; factors in the lower and the upper halves of words.
-    fn parts(&self) -> ([Int; 8], Int);
+    fn factored(&mut self, weights: &Factored, scale: Float, offsets: [Float; 2]);
 }
 
 /// Decodes the blocks of up to 16 rows of equal length.

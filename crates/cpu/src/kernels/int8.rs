@@ -5,8 +5,8 @@
 //!
 //! out[r, n] = Σ_runs activation scale · (weight scale · Σ_run q_w · q_x) + offset · (activation scale · Σ_run q_x)
 //!
-//! Where a block's scales for 16 columns are integers so small that their products with its weights fit eight bits,
-//! those products are the integers, and a run is 32 columns all the same.
+//! Where a block's scales for 16 columns are integers so small that their products with its weights take six bits
+//! (Q2_K), those products are the integers, and a run is 32 columns all the same.
 //!
 //! Sums inside a run are integers, hence exact; the product with the weight scale is rounded once. Runs are
 //! added one after the other with one multiply-add each, one more for each offset. This fixes every bit: all

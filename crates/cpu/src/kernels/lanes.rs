@@ -74,16 +74,8 @@ lanes! {
     fn affine<const XOR: i32>(a: Int, matrix: u64) -> Int {
         _mm512_gf2p8affine_epi64_epi8::<XOR>(a, _mm512_set1_epi64(matrix as i64))
     }
-    /// a + b of bytes, the upper bits of which are lost.
-    fn sum_bytes(a: Int, b: Int) -> Int { _mm512_add_epi8(a, b) }
-    /// a − b of bytes where the mask is set, a elsewhere.
-    fn less_where(a: Int, mask: u64, b: Int) -> Int { _mm512_mask_sub_epi8(a, mask, a, b) }
-    /// a − b of half-words.
-    fn less_halves(a: Int, b: Int) -> Int { _mm512_sub_epi16(a, b) }
     /// The lower 16 bits of products of half-words.
     fn times_halves(a: Int, b: Int) -> Int { _mm512_mullo_epi16(a, b) }
-    /// Where a has any of the bits of b, for bytes. (Shares a port with table look-ups, unlike [`bits`].)
-    fn any_bits(a: Int, b: Int) -> u64 { _mm512_test_epi8_mask(a, b) }
     /// Bytes of a table of 16 of each four lanes; zero where the upper bit of the index is set.
     fn look_near(table: Int, index: Int) -> Int { _mm512_shuffle_epi8(table, index) }
     /// Bytes of a table of 64.

@@ -16,7 +16,7 @@ pub(crate) fn is_integer(ty: Type) -> bool {
 
 /// The runs of a type.
 pub(crate) fn form(ty: Type) -> Form {
-    let halves = matches!(ty, Type::Q6_K | Type::IQ2_XS | Type::IQ2_S | Type::IQ1_M);
+    let halves = matches!(ty, Type::Q3_K | Type::Q6_K | Type::IQ2_XS | Type::IQ2_S | Type::IQ1_M);
     let offsets = match ty {
         Type::Q4_K | Type::Q5_K | Type::Q4_1 | Type::Q5_1 => 1,
         Type::Q2_K => 2,
@@ -29,9 +29,9 @@ pub(crate) fn form(ty: Type) -> Form {
 /// The smallest integer of a type, and how far above it the largest lies at most.
 fn range(ty: Type) -> (i8, u8) {
     match ty {
-        // Weights of two and three bits times scales of four and six, the latter with the sign changed.
+        // Two bits times scales of four.
         Type::Q2_K => (0, 45),
-        Type::Q3_K => (-128, 252),
+        Type::Q3_K => (-4, 7),
         Type::Q4_1 | Type::Q4_K => (0, 15),
         Type::Q4_0 => (-8, 15),
         Type::Q5_1 | Type::Q5_K => (0, 31),
@@ -80,7 +80,7 @@ pub(super) fn unpack(ty: Type, bytes: &[u8], q: &mut [u8], scales: &mut [f32], o
             nibbles(&b[2..], q, |n| i32::from(book::IQ4_NL_VALUES[usize::from(n)]));
         }),
         Type::Q2_K => each::<84, 256, 8, 16>(bytes, q, scales, offsets, q2_k),
-        Type::Q3_K => each::<110, 256, 8, 8>(bytes, q, scales, offsets, q3_k),
+        Type::Q3_K => each::<110, 256, 16, 16>(bytes, q, scales, offsets, q3_k),
         Type::Q4_K => each::<144, 256, 8, 8>(bytes, q, scales, offsets, q4_k),
         Type::Q5_K => each::<176, 256, 8, 8>(bytes, q, scales, offsets, q5_k),
         Type::Q6_K => each::<210, 256, 16, 16>(bytes, q, scales, offsets, q6_k),
@@ -133,31 +133,25 @@ fn q2_k(block: &[u8; 84], q: &mut [u8; 256], scales: &mut [f32; 8], offsets: &mu
     }
     for (i, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
         let bytes: &[u8; 32] = block[16 + i / 4 * 32..].first_chunk().expect("in the block");
-        let factors = halves([block[2 * i] & 15, block[2 * i + 1] & 15]);
-        *q = std::array::from_fn(|j| (bytes[j] >> (i % 4 * 2) & 3).wrapping_mul(factors[j]) | 0x80);
+        let mut factors = [block[2 * i] & 15; 32];
+        factors[16..].fill(block[2 * i + 1] & 15);
+        // A loop instead of `from_fn`, whose closure may be compiled without the features of the variant.
+        for (j, q) in q.iter_mut().enumerate() {
+            *q = (bytes[j] >> (i % 4 * 2) & 3).wrapping_mul(factors[j]) | 0x80;
+        }
     }
 }
 
-/// A number for each half of 32.
 #[inline(always)]
-fn halves([a, b]: [u8; 2]) -> [u8; 32] {
-    let mut all = [a; 32];
-    all[16..].fill(b);
-    all
-}
-
-#[inline(always)]
-fn q3_k(block: &[u8; 110], q: &mut [u8; 256], scales: &mut [f32; 8], _: &mut [f32; 8]) {
-    // Minus a weight times its scale reaches from -128 to 124, the product itself would not fit.
-    *scales = [-half_at(block, 108); 8];
-    let (factors, third) = (q3_k_scales(block), block.first_chunk::<32>().expect("in the block"));
+fn q3_k(block: &[u8; 110], q: &mut [u8; 256], scales: &mut [f32; 16], _: &mut [f32; 16]) {
+    let d = half_at(block, 108);
+    scales.iter_mut().zip(q3_k_scales(block)).for_each(|(scale, s)| *scale = d * f32::from(s));
+    let third: &[u8; 32] = block.first_chunk().expect("in the block");
     for (i, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
         let bytes: &[u8; 32] = block[32 + i / 4 * 32..].first_chunk().expect("in the block");
-        let factors = halves([factors[2 * i] as u8, factors[2 * i + 1] as u8]);
         for (j, q) in q.iter_mut().enumerate() {
             let value = (bytes[j] >> (i % 4 * 2) & 3) | (third[j] >> i & 1) << 2;
-            // In eight bits, in which the intermediate results need not fit.
-            *q = 4u8.wrapping_sub(value).wrapping_mul(factors[j]).wrapping_add(0x80);
+            *q = value + 124;
         }
     }
 }

@@ -65,7 +65,7 @@ impl Sink for Store<'_> {
     }
 
     #[inline(always)]
-    fn factored<F: Factored, const N: usize>(&mut self, weights: &F, scale: Float, offsets: [Float; N]) {
+    fn factored(&mut self, weights: &Factored, scale: Float, offsets: [Float; 2]) {
         self.full(weights.products(), scale, offsets);
     }
 }

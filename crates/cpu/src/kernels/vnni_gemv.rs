@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use quant::Type;
 
 use super::blocks::{self, Factored, Sink};
-use super::int8::{Codes, GROUP, GROUPS, MAGIC, MAGIC_BITS, PANEL, SHIFT};
+use super::int8::{Codes, GROUP, GROUPS, MAGIC, MAGIC_BITS, PANEL};
 use super::lanes::{Float, Int, left, low_high};
 
 /// out[r, n] = Σ over whole rows of up to [`PANEL`] weights; `x` has at most four rows, `out` is
@@ -174,7 +174,7 @@ impl<const T: usize> Sink for Multiply<T> {
     /// Multiplying every weight costs more than multiplying the sums of few rows, which fit sixteen bits: the same
     /// integers.
     #[inline(always)]
-    fn factored<F: Factored, const N: usize>(&mut self, weights: &F, scale: Float, offsets: [Float; N]) {
+    fn factored(&mut self, weights: &Factored, scale: Float, offsets: [Float; 2]) {
         let (q, factors) = weights.parts();
         for t in 0..T {
             let mut sums = factors;
@@ -182,10 +182,8 @@ impl<const T: usize> Sink for Multiply<T> {
                 // SAFETY: as above.
                 unsafe {
                     let (x, g) = (self.x[t], self.group);
-                    let start = (&raw const (*x).half_starts).cast::<i32>().add(2 * g + half).read();
-                    let start = (MAGIC_BITS - start) / SHIFT * F::LOWEST;
                     let (first, q) = (GROUP / 4 * g + 4 * half, &q[4 * half..][..4]);
-                    let of_half = Self::sums(q, first, x, start);
+                    let of_half = Self::sums(q, first, x, 0);
                     sums = if half == 0 { of_half } else { low_high(sums, left(of_half, 16)) };
                 }
             }

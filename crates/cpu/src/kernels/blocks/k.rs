@@ -3,11 +3,10 @@
 #![allow(clippy::needless_range_loop)] // indices into several arrays of registers at once
 
 use super::super::lanes::{
-    Float, Int, Rows, Table, affine, and, and_or, any_bits, byte, bytes, half_byte, half_to_float, left,
-    less_halves, less_where, look_near, matrix, minus, moving, or, right, signed_byte, sum_bytes, times,
-    times_halves, words, xor, zero,
+    Float, Int, Rows, Table, affine, and, and_or, byte, bytes, half_byte, half_to_float, left, look_near,
+    matrix, minus, moving, number, or, right, signed_byte, sum, times, times_halves, words, zero,
 };
-use super::{Factored, ORDERED, Sink};
+use super::{ORDERED, Sink};
 
 /// The upper half of a byte, moved down.
 const UPPER: u64 = moving(4, 4, 0);
@@ -154,7 +153,7 @@ pub(super) unsafe fn q6_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
 }
 
 /// Tables of two-bit numbers: four entries for each lane, in the four lanes of each quarter. An index is the number, plus
-/// four times the lane in its quarter; these alone name the first bytes of lanes.
+/// four times the lane in its quarter.
 static LANES: Table<64> = {
     let mut lanes = [0; 64];
     let mut i = 0;
@@ -180,104 +179,43 @@ const fn two_bytes(bytes: [u8; 2]) -> Table<64> {
 static TWICE: [Table<64>; 4] = [two_bytes([0, 0]), two_bytes([1, 1]), two_bytes([2, 2]), two_bytes([3, 3])];
 static NEIGHBOURS: [Table<64>; 3] = [two_bytes([0, 1]), two_bytes([1, 2]), two_bytes([2, 3])];
 
-/// Two bits of a byte, moved down.
-const PAIR: [u64; 4] = [moving(2, 0, 0), moving(2, 2, 0), moving(2, 4, 0), moving(2, 6, 0)];
-
-/// A run of weights of two bits, and perhaps a third.
-struct Run<'a, const THIRD: bool> {
-    /// Which run of the block it is.
-    run: usize,
+/// A run of weights of two bits, each half with a factor.
+pub(in super::super) struct Factored<'a> {
     /// Eight vectors, of each byte two bits.
     codes: &'a [Int],
-    /// Of each byte one bit, if there is a third.
-    thirds: &'a [Int],
-    /// Scales of the run's two halves: bytes `first` and `first + 1`.
-    scales: Int,
+    /// Which two.
+    pair: usize,
+    /// Factors of the halves: the lower half-bytes of bytes `first` and `first + 1`.
+    factors: Int,
     first: usize,
 }
 
-impl<'a, const THIRD: bool> Run<'a, THIRD> {
-    /// Run `run` of a block of `codes`, `thirds` and `scales`.
+impl Factored<'_> {
+    /// Weights times factors, shifted.
     #[inline(always)]
-    fn new(run: usize, codes: &'a [Int; 16], thirds: &'a [Int], scales: &[Int; 4]) -> Self {
-        let codes = &codes[run / 4 * 8..][..8];
-        Run { run, codes, thirds, scales: scales[run / 2], first: run % 2 * 2 }
-    }
-
-    /// Indices into tables of two-bit numbers.
-    #[inline(always)]
-    fn near(&self, s: usize) -> Int {
-        and_or(right(self.codes[s], self.run as u32 % 4 * 2), bytes(3), LANES.piece(0))
-    }
-}
-
-/// Four bits of scale.
-impl Factored for Run<'_, false> {
-    const LOWEST: i32 = 0;
-
-    #[inline(always)]
-    fn products(&self) -> [Int; 8] {
+    pub(in super::super) fn products(&self) -> [Int; 8] {
         let mut q = [zero(); 8];
         for half in 0..2 {
-            // 0, s, 2s and 3s, shifted.
-            let s = and(look_near(self.scales, TWICE[self.first + half].piece(0)), words(0x000f_000f));
-            let table = or(times_halves(s, words(0x0302_0100)), bytes(0x80));
+            // 0, f, 2f and 3f, shifted.
+            let factor = look_near(self.factors, TWICE[self.first + half].piece(0));
+            let factor = and(factor, words(0x000f_000f));
+            let table = or(times_halves(factor, words(0x0302_0100)), bytes(0x80));
             for s in 4 * half..4 * half + 4 {
-                q[s] = look_near(table, self.near(s));
+                let bits = right(self.codes[s], 2 * self.pair as u32);
+                q[s] = look_near(table, and_or(bits, bytes(3), LANES.piece(0)));
             }
         }
         q
     }
 
+    /// Weights, and the factors of the first and second half in the lower and upper halves of words.
     #[inline(always)]
-    fn parts(&self) -> ([Int; 8], Int) {
+    pub(in super::super) fn parts(&self) -> ([Int; 8], Int) {
         let mut q = [zero(); 8];
         for s in 0..8 {
-            q[s] = affine::<0>(self.codes[s], PAIR[self.run % 4]);
+            q[s] = affine::<0>(self.codes[s], PAIR[self.pair]);
         }
-        (q, and(look_near(self.scales, NEIGHBOURS[self.first].piece(0)), words(0x000f_000f)))
-    }
-}
-
-/// Six bits of scale, stored as s + 32; integers are multiplied with −s, for which eight bits suffice.
-impl Factored for Run<'_, true> {
-    const LOWEST: i32 = -4;
-
-    #[inline(always)]
-    fn products(&self) -> [Int; 8] {
-        let mut q = [zero(); 8];
-        for half in 0..2 {
-            // 4s, 3s, 2s and s, shifted, for weights whose third bit is not set; if it is, 4s less.
-            let s = look_near(self.scales, TWICE[self.first + half].piece(0));
-            let multiples = times_halves(s, words(0x0102_0304));
-            let fours = xor(look_near(multiples, LANES.piece(0)), bytes(0x80));
-            let table = sum_bytes(multiples, words(0x6040_2000));
-            for s in 4 * half..4 * half + 4 {
-                let third = any_bits(self.thirds[s], bytes(1 << self.run));
-                q[s] = less_where(look_near(table, self.near(s)), third, fours);
-            }
-        }
-        q
-    }
-
-    #[inline(always)]
-    fn parts(&self) -> ([Int; 8], Int) {
-        const THIRD: [u64; 8] = {
-            let mut matrices = [0; 8];
-            let mut run = 0;
-            while run < 8 {
-                matrices[run] = moving(1, run, 2);
-                run += 1;
-            }
-            matrices
-        };
-        let mut q = [zero(); 8];
-        for s in 0..8 {
-            let low = affine::<0>(self.codes[s], PAIR[self.run % 4]);
-            q[s] = or(low, affine::<0>(self.thirds[s], THIRD[self.run]));
-        }
-        let s = look_near(self.scales, NEIGHBOURS[self.first].piece(0));
-        (q, less_halves(words(0x0020_0020), s))
+        (q, and(look_near(self.factors, NEIGHBOURS[self.first].piece(0)), words(0x000f_000f)))
     }
 }
 
@@ -296,10 +234,15 @@ pub(super) unsafe fn q2_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
         for run in 0..8 {
             let (four, first) = (scales[run / 2], (run % 2 * 4) as u32);
             let offsets = [times(m, half_byte(four, first + 1)), times(m, half_byte(four, first + 3))];
-            sink.factored(&Run::<false>::new(run, &codes, &[], &scales), d, offsets);
+            let codes = &codes[run / 4 * 8..][..8];
+            let weights = Factored { codes, pair: run % 4, factors: four, first: run % 2 * 2 };
+            sink.factored(&weights, d, offsets);
         }
     }
 }
+
+/// Two bits of a byte, moved down.
+const PAIR: [u64; 4] = [moving(2, 0, 0), moving(2, 2, 0), moving(2, 4, 0), moving(2, 6, 0)];
 
 /// 256 weights of three bits: 32 bytes of third bits, bit i for run i; 64 bytes, two bits of each for a run; 16
 /// scales of six bits in 12 bytes; a half.
@@ -308,12 +251,18 @@ pub(super) unsafe fn q2_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
 /// Every row has `count` blocks.
 #[inline(always)]
 pub(super) unsafe fn q3_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
+    // The weight less 4 plus 128: the third bit becomes the eighth or else the five before.
+    const fn third(run: usize) -> u64 {
+        let bit = 1 << run;
+        matrix([0, 0, bit, bit, bit, bit, bit, bit])
+    }
+    const THIRD: [u64; 8] = [third(0), third(1), third(2), third(3), third(4), third(5), third(6), third(7)];
     for at in (0..count).map(|block| block * 110) {
         // SAFETY: inside the block; scales and the half are its last 14 bytes.
         let (thirds, codes, [before, a, b, c]) = unsafe {
             (rows.words::<8>(at, &ORDERED), rows.words::<16>(at + 32, &ORDERED), rows.four_words(at + 94))
         };
-        let d = minus(half_to_float(right(c, 16)));
+        let d = half_to_float(right(c, 16));
         let a_word = or(right(before, 16), left(a, 16));
         let b_word = or(right(a, 16), left(b, 16));
         let high = or(right(b, 16), left(c, 16));
@@ -325,7 +274,15 @@ pub(super) unsafe fn q3_k(rows: &Rows, count: usize, sink: &mut impl Sink) {
             and_or(right(high, 2), two, and(right(b_word, 4), four)),
         ];
         for run in 0..8 {
-            sink.factored(&Run::<true>::new(run, &codes, &thirds, &scales), d, []);
+            let mut q = [zero(); 8];
+            for s in 0..8 {
+                let third = affine::<0x7c>(thirds[s], THIRD[run]);
+                q[s] = or(affine::<0>(codes[run / 4 * 8 + s], PAIR[run % 4]), third);
+            }
+            let (four, first) = (scales[run / 2], (run % 2 * 2) as u32);
+            let less = number(-32.0);
+            let scales = [times(d, sum(byte(four, first), less)), times(d, sum(byte(four, first + 1), less))];
+            sink.halves(q, scales);
         }
     }
 }
