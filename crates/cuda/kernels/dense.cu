@@ -8,9 +8,6 @@
 // each with a barrier for "full" and one for "empty". The ring runs on over the end of a tile: while sums are stored, the
 // next tile's first steps come.
 //
-// Where sums are many for their steps, two smaller blocks share a multiprocessor: one multiplies while the other stores, which
-// takes 4 bytes a result at 32 bytes a cycle.
-//
 // Sums leave by way of shared memory: each warp puts 16 rows of 128 bytes there, swizzled as above, and the engine
 // stores them (or adds them to what is there), as far as they lie inside. A row's sums run over k in ascending order
 // whatever the tile.
@@ -29,17 +26,16 @@ struct Dense {
 };
 
 const int STEP = 64, ROW_BYTES = STEP * 2;
-const int PUT_BYTES = 16 * ROW_BYTES; // of a buffer of sums on their way out
+const int PUT_BYTES = 16 * ROW_BYTES; // of a buffer of sums on their way out; a warp has two
 
-/// A kind of tiles, and how many blocks that make them share a multiprocessor.
-template <Then THEN_, int GROUPS_, int WIDTH_, int BLOCKS> struct Kind {
+/// A kind of tiles.
+template <Then THEN_, int GROUPS_, int WIDTH_> struct Kind {
     static const Then THEN = THEN_;
     static const int GROUPS = GROUPS_, WIDTH = WIDTH_, ROWS = 64 * GROUPS;
     static const int COLUMNS = THEN == GATED ? WIDTH / 2 : WIDTH; // of out
     static const int A_BYTES = ROWS * ROW_BYTES, B_BYTES = WIDTH * ROW_BYTES, STAGE = A_BYTES + B_BYTES;
-    static const int BUFFERS = BLOCKS > 1 ? 1 : 2; // of sums, of a warp
-    static const int PUTS = GROUPS * 4 * BUFFERS * PUT_BYTES;
-    static const int STAGES = ((ROOM + 1024) / BLOCKS - 1024 - PUTS) / (STAGE + 16); // the system takes 1024 of a block
+    static const int PUTS = GROUPS * 4 * 2 * PUT_BYTES;
+    static const int STAGES = (ROOM - PUTS) / (STAGE + 16);
     static const int PUTS_AT = STAGES * STAGE, BARRIERS_AT = PUTS_AT + PUTS;
 };
 
@@ -111,7 +107,7 @@ DEVICE void store_shared(u32 at, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
 }
 
-/// Stores 16 rows of a warp's sums, of which it has the first at (row, n), by way of the warp's buffers, of which
+/// Stores 16 rows of a warp's sums, of which it has the first at (row, n), by way of the warp's two buffers, of which
 /// `buffer` is the next.
 template <class K> DEVICE void put(const Dense &p, const float *c, int row, int n, u32 &buffer) {
     const int PUT_COLUMNS = K::THEN == GATED ? 64 : 32, EIGHTS = PUT_COLUMNS / 8;
@@ -126,7 +122,7 @@ template <class K> DEVICE void put(const Dense &p, const float *c, int row, int 
 #pragma unroll
     for (int part = 0; part < K::COLUMNS / PUT_COLUMNS; part++) {
         if (n + part * PUT_COLUMNS >= p.n) continue;
-        stores_wait<K::BUFFERS - 1>(); // the buffer's last store has read it
+        stores_wait<1>(); // the buffer's last store has read it
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < EIGHTS; j++) {
@@ -157,7 +153,7 @@ template <class K> DEVICE void put(const Dense &p, const float *c, int row, int 
             }
         }
         stores_commit();
-        if (K::BUFFERS == 2) buffer ^= PUT_BYTES;
+        buffer ^= PUT_BYTES;
     }
 }
 
@@ -218,7 +214,7 @@ template <class K> DEVICE void dense(const Dense &p) {
     previous();
     Walk<K> walk = Walk<K>::of(p);
     bool multiplies = threadIdx.x < K::GROUPS * 128;
-    u32 buffer = ring.base + K::PUTS_AT + threadIdx.x / 32 * K::BUFFERS * PUT_BYTES;
+    u32 buffer = ring.base + K::PUTS_AT + threadIdx.x / 32 * 2 * PUT_BYTES;
     for (int t = blockIdx.x; t < walk.count; t += gridDim.x) {
         Walk<K>::go(walk, t);
         if (multiplies) consume<K>(p, walk, ring, buffer);
@@ -228,33 +224,33 @@ template <class K> DEVICE void dense(const Dense &p) {
     if (multiplies) stores_wait<0>(); // shared memory stays until they have read it
 }
 
-template <Then THEN> using Large = Kind<THEN, 2, 256, 1>;
-template <Then THEN> using Medium = Kind<THEN, 2, 128, 2>;
-template <Then THEN> using Small = Kind<THEN, 1, 128, 1>;
+template <Then THEN> using Large = Kind<THEN, 2, 256>;
+template <Then THEN> using Medium = Kind<THEN, 2, 128>;
+template <Then THEN> using Small = Kind<THEN, 1, 128>;
 
-#define THREADS(COUNT, BLOCKS) KERNEL __launch_bounds__(COUNT, BLOCKS) void
+#define THREADS(COUNT) KERNEL __launch_bounds__(COUNT, 1) void
 
 /// out = a bᵀ.
-THREADS(288, 1) dense_store_128x256(__grid_constant__ const Dense p) { dense<Large<STORE>>(p); }
-THREADS(288, 2) dense_store_128x128(__grid_constant__ const Dense p) { dense<Medium<STORE>>(p); }
-THREADS(160, 1) dense_store_64x128(__grid_constant__ const Dense p) { dense<Small<STORE>>(p); }
+THREADS(288) dense_store_128x256(__grid_constant__ const Dense p) { dense<Large<STORE>>(p); }
+THREADS(288) dense_store_128x128(__grid_constant__ const Dense p) { dense<Medium<STORE>>(p); }
+THREADS(160) dense_store_64x128(__grid_constant__ const Dense p) { dense<Small<STORE>>(p); }
 
 /// out += a bᵀ.
-THREADS(288, 1) dense_add_128x256(__grid_constant__ const Dense p) { dense<Large<ADD>>(p); }
-THREADS(288, 2) dense_add_128x128(__grid_constant__ const Dense p) { dense<Medium<ADD>>(p); }
-THREADS(160, 1) dense_add_64x128(__grid_constant__ const Dense p) { dense<Small<ADD>>(p); }
+THREADS(288) dense_add_128x256(__grid_constant__ const Dense p) { dense<Large<ADD>>(p); }
+THREADS(288) dense_add_128x128(__grid_constant__ const Dense p) { dense<Medium<ADD>>(p); }
+THREADS(160) dense_add_64x128(__grid_constant__ const Dense p) { dense<Small<ADD>>(p); }
 
 /// out = scale · a bᵀ.
-THREADS(288, 1) dense_scale_128x256(__grid_constant__ const Dense p) { dense<Large<SCALE>>(p); }
-THREADS(288, 2) dense_scale_128x128(__grid_constant__ const Dense p) { dense<Medium<SCALE>>(p); }
-THREADS(160, 1) dense_scale_64x128(__grid_constant__ const Dense p) { dense<Small<SCALE>>(p); }
+THREADS(288) dense_scale_128x256(__grid_constant__ const Dense p) { dense<Large<SCALE>>(p); }
+THREADS(288) dense_scale_128x128(__grid_constant__ const Dense p) { dense<Medium<SCALE>>(p); }
+THREADS(160) dense_scale_64x128(__grid_constant__ const Dense p) { dense<Small<SCALE>>(p); }
 
 /// out = SiLU(a gateᵀ) ⊙ (a upᵀ), as bf16.
-THREADS(288, 1) dense_gated_128x256(__grid_constant__ const Dense p) { dense<Large<GATED>>(p); }
-THREADS(288, 2) dense_gated_128x128(__grid_constant__ const Dense p) { dense<Medium<GATED>>(p); }
-THREADS(160, 1) dense_gated_64x128(__grid_constant__ const Dense p) { dense<Small<GATED>>(p); }
+THREADS(288) dense_gated_128x256(__grid_constant__ const Dense p) { dense<Large<GATED>>(p); }
+THREADS(288) dense_gated_128x128(__grid_constant__ const Dense p) { dense<Medium<GATED>>(p); }
+THREADS(160) dense_gated_64x128(__grid_constant__ const Dense p) { dense<Small<GATED>>(p); }
 
 /// out = a bᵀ of factors that are sums of two, but for low · low.
-THREADS(288, 1) dense_split_128x256(__grid_constant__ const Dense p) { dense<Large<SPLIT>>(p); }
-THREADS(288, 2) dense_split_128x128(__grid_constant__ const Dense p) { dense<Medium<SPLIT>>(p); }
-THREADS(160, 1) dense_split_64x128(__grid_constant__ const Dense p) { dense<Small<SPLIT>>(p); }
+THREADS(288) dense_split_128x256(__grid_constant__ const Dense p) { dense<Large<SPLIT>>(p); }
+THREADS(288) dense_split_128x128(__grid_constant__ const Dense p) { dense<Medium<SPLIT>>(p); }
+THREADS(160) dense_split_64x128(__grid_constant__ const Dense p) { dense<Small<SPLIT>>(p); }

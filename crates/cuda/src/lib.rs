@@ -164,7 +164,7 @@ impl Cuda {
         let capabilities = Capabilities {
             name: "cuda",
             variant: format!("{} {}", target.arch, device.name),
-            kernel_version: 3,
+            kernel_version: 4,
             block_rows: BLOCK_ROWS,
             smallest_chunk: 2,
         };
