@@ -45,21 +45,14 @@ const HOT: &[&str] = &[
     "attn_single",
     "few_rows",
     "many_tiles",
+    "few_head",
     "experts_up",
     "experts_down",
 ];
 
 /// Hot kernels that spill nevertheless: source, beginning of the kernel's name, whether on Hopper too, bytes of a thread.
-/// On GPUs before Hopper the gated product has 168 registers for a thread. The others are types in which files of the family
-/// have no experts.
-const KNOWN: [(&str, &str, bool, usize); 6] = [
-    ("gemm", "gemm_experts_gated", false, 96),
-    ("few F32", "experts_up", true, 64),
-    ("few F16", "experts_up", true, 32),
-    ("few BF16", "experts_up", true, 32),
-    ("few IQ1_S", "experts_up", true, 32),
-    ("few Q5_K", "experts_up", true, 32),
-];
+/// On GPUs before Hopper the gated product has 168 registers for a thread.
+const KNOWN: [(&str, &str, bool, usize); 1] = [("gemm", "gemm_experts_gated", false, 96)];
 
 /// Bytes that a kernel is known to spill.
 fn known(arch: &str, source: &str, kernel: &str) -> usize {

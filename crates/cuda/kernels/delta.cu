@@ -148,26 +148,28 @@ struct Single {
     float *out;               // [rows, value heads · DIM]
 };
 
-// A block of `delta_single` holds 32 columns of a head's state; 16 groups of its threads share the keys.
-const int COLUMNS = 32, PARTS = 16, KEYS = (DIM + PARTS - 1) / PARTS;
+// A block of `delta_single` holds 32 columns of a head's state; 16 groups of its threads, a warp each, share the keys.
+const int COLUMNS = 32, PARTS = 16, KEYS = DIM / PARTS;
 
-/// SiLU of the convolution of one channel, its window moved on if `writes`.
-DEVICE float convolve_single(const Single &p, const float *before, float *after, float newest, int channel, bool writes) {
+/// What is left of a channel's convolution but for the newest input; its window moves on by all other inputs if `writes`.
+DEVICE float convolve_before(const Single &p, const float *before, float *after, int channel, bool writes) {
     int taps = p.shape.taps, count = channels(p.shape);
     float sum = 0.0f;
+#pragma unroll 4
     for (int t = 0; t < taps - 1; t++) {
         float old = before ? before[(long)t * count + channel] : 0.0f;
         sum = fmaf(p.weights[channel * taps + t], old, sum);
         if (writes && t > 0) after[(long)(t - 1) * count + channel] = old;
     }
-    if (writes && taps > 1) after[(long)(taps - 2) * count + channel] = newest;
-    return silu(fmaf(p.weights[channel * taps + taps - 1], newest, sum));
+    return sum;
 }
 
 /// One token of each of several sequences, from convolution to the delta rule's output, not normed. Grid: (value heads,
-/// DIM / 32, rows); 512 threads: thread (part, column) holds a column of a sixteenth of the state's rows.
-KERNEL __launch_bounds__(512, 1) void delta_single(Single p) {
-    __shared__ float q[DIM], k[DIM], v[COLUMNS], room[32], partial[PARTS][COLUMNS];
+/// DIM / 32, rows); 512 threads: thread (part, column) holds a column of a sixteenth of the state's rows. With S the state, kept
+/// in part: d = beta (v - S k), S + k d is the new one, and q S + (q · k) d the output, so that one sum over parts serves both.
+KERNEL __launch_bounds__(512, 2) void delta_single(Single p) {
+    __shared__ __align__(16) float q[DIM], k[DIM];
+    __shared__ float v[COLUMNS], partial[2][PARTS][COLUMNS];
     next();
     const Shape &s = p.shape;
     int head = blockIdx.x, row = blockIdx.z, per_key = s.value_heads / s.key_heads, key_head = head / per_key;
@@ -176,51 +178,63 @@ KERNEL __launch_bounds__(512, 1) void delta_single(Single p) {
     float *after = p.to[row] + p.offset;
     int count = channels(s);
     long at = (long)(s.taps - 1) * count + ((long)head * DIM + part * KEYS) * DIM + column;
-    // The state does not depend on the kernel before: it is on its way while that one ends.
+    // Neither the state nor the window depends on the kernel before: they are on their way while that one ends. Nothing in this
+    // pass reads what is written meanwhile.
     float state[KEYS];
 #pragma unroll
-    for (int i = 0; i < KEYS; i++) state[i] = before && part * KEYS + i < DIM ? before[at + i * DIM] : 0.0f;
+    for (int i = 0; i < KEYS; i++) state[i] = before ? before[at + i * DIM] : 0.0f;
+    // The first DIM threads take the channels of q, the next those of k, then come those of v.
+    int which = thread / DIM, place = thread % DIM, channel = -1;
+    bool writes = true;
+    if (which < 2) {
+        channel = (which == 0 ? key_head : s.key_heads + key_head) * DIM + place;
+        writes = blockIdx.y == 0 && head % per_key == 0;
+    } else if (thread < 2 * DIM + COLUMNS) {
+        channel = (2 * s.key_heads + head) * DIM + blockIdx.y * COLUMNS + thread - 2 * DIM;
+    }
+    float history = 0.0f, newest_weight = 0.0f;
+    if (channel >= 0) {
+        history = convolve_before(p, before, after, channel, writes);
+        newest_weight = p.weights[channel * s.taps + s.taps - 1];
+    }
+    float a = p.a[head], bias = p.dt_bias[head];
     previous();
     const float *raw = input + count + s.value_heads * DIM + head;
     float raw_beta = raw[0], raw_alpha = raw[s.value_heads];
-    // The first DIM threads take the channels of q, the next those of k, then come those of v.
-    int which = thread / DIM, place = thread % DIM;
-    float x = 0.0f;
-    if (which < 2) {
-        int channel = (which == 0 ? key_head : s.key_heads + key_head) * DIM + place;
-        x = convolve_single(p, before, after, input[channel], channel, blockIdx.y == 0 && head % per_key == 0);
-        (which == 0 ? q : k)[place] = x;
-    } else if (thread < 2 * DIM + COLUMNS) {
-        int channel = (2 * s.key_heads + head) * DIM + blockIdx.y * COLUMNS + thread - 2 * DIM;
-        v[thread - 2 * DIM] = convolve_single(p, before, after, input[channel], channel, true);
+    if (channel >= 0) {
+        float newest = input[channel], x = silu(fmaf(newest_weight, newest, history));
+        *(which == 0 ? q + place : which == 1 ? k + place : v + thread - 2 * DIM) = x;
+        if (writes && s.taps > 1) after[(long)(s.taps - 2) * count + channel] = newest;
     }
-    float q_squares = block_sum(which == 0 ? x * x : 0.0f, room), k_squares = block_sum(which == 1 ? x * x : 0.0f, room);
-    float q_scale = rsqrtf((float)DIM) / sqrtf(q_squares + L2_EPS), k_scale = 1.0f / sqrtf(k_squares + L2_EPS);
-    float beta = sigmoid(raw_beta), keep = expf(p.a[head] * softplus(raw_alpha + p.dt_bias[head])), sum = 0.0f;
+    float beta = sigmoid(raw_beta), keep = expf(a * softplus(raw_alpha + bias));
+    __syncthreads();
+    // Every warp works out the lengths of q and k and their product by itself, so that nobody waits for it.
+    float q_squares = 0.0f, k_squares = 0.0f, product = 0.0f;
+#pragma unroll
+    for (int i = 0; i < (DIM + 31) / 32; i++) {
+        float x = i * 32 + own < DIM ? q[i * 32 + own] : 0.0f, y = i * 32 + own < DIM ? k[i * 32 + own] : 0.0f;
+        q_squares = fmaf(x, x, q_squares), k_squares = fmaf(y, y, k_squares), product = fmaf(x, y, product);
+    }
+    float of_k = 0.0f, of_q = 0.0f;
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
         state[i] *= keep;
-        if (part * KEYS + i < DIM) sum = fmaf(state[i], k[part * KEYS + i] * k_scale, sum);
+        of_k = fmaf(state[i], k[part * KEYS + i], of_k), of_q = fmaf(state[i], q[part * KEYS + i], of_q);
     }
-    partial[part][own] = sum;
+    partial[0][part][own] = of_k, partial[1][part][own] = of_q;
+    q_squares = warp_sum(q_squares), k_squares = warp_sum(k_squares), product = warp_sum(product);
+    float q_scale = rsqrtf((float)DIM) / sqrtf(q_squares + L2_EPS), k_scale = 1.0f / sqrtf(k_squares + L2_EPS);
     __syncthreads();
-    sum = 0.0f;
+    of_k = of_q = 0.0f;
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) sum += partial[i][own];
-    float d = beta * (v[own] - sum), o = 0.0f;
-    __syncthreads();
+    for (int i = 0; i < PARTS; i++) of_k += partial[0][i][own];
+    float d = beta * (v[own] - of_k * k_scale);
+    if (part == 0) {
 #pragma unroll
-    for (int i = 0; i < KEYS; i++) {
-        if (part * KEYS + i >= DIM) continue;
-        state[i] = fmaf(k[part * KEYS + i] * k_scale, d, state[i]);
-        o = fmaf(state[i], q[part * KEYS + i] * q_scale, o);
-        after[at + i * DIM] = state[i];
+        for (int i = 0; i < PARTS; i++) of_q += partial[1][i][own];
+        p.out[((long)row * s.value_heads + head) * DIM + column] = q_scale * fmaf(product * k_scale, d, of_q);
     }
-    partial[part][own] = o;
-    __syncthreads();
-    if (part > 0) return;
-    o = 0.0f;
+    d *= k_scale;
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) o += partial[i][own];
-    p.out[((long)row * s.value_heads + head) * DIM + column] = o;
+    for (int i = 0; i < KEYS; i++) after[at + i * DIM] = fmaf(k[part * KEYS + i], d, state[i]);
 }

@@ -39,40 +39,30 @@ struct Experts {
 
 DEVICE const u8 *matrix_of(const Experts &e, u32 expert) { return expert_at(e.at, e.stride, e.places, expert); }
 
-/// The row of a step that this lane copies: row l / 2 % 8 of half l / 16, by words l % 2, l % 2 + 2, …
-struct Copied {
-    int row_bytes, span, spans, at; // at: in shared memory, from the step's beginning
-    bool plain;
-    const u8 *from;                 // of the first span
+/// Bytes of a half of a step of `spans` spans in shared memory.
+DEVICE int half_bytes(const Experts &e, int spans) { return e.plain ? 0 : 8 * window(spans * e.span); }
 
-    /// For steps of `spans` spans.
-    DEVICE Copied of(const Experts &low, const Experts &high, int spans) {
-        int lane = threadIdx.x % 32;
-        const Experts &own = lane < 16 ? low : high;
-        Copied c;
-        c.row_bytes = own.row_bytes, c.span = own.span, c.spans = spans, c.plain = own.plain;
-        c.at = ROWS_BYTES + (lane < 16 || low.plain ? 0 : 8 * window(spans * low.span)) + lane / 2 % 8 * window(spans * own.span);
-        return c;
+/// Begins to copy half `half` of a step, `spans` spans from `span` on of the rows from `first` on of a matrix of `rows`, and stores
+/// where they come from; where there are fewer than eight, the last one again. Eight lanes copy a row, so that a request touches
+/// few lines. `to`: where the half begins.
+DEVICE void bring_half(u8 *step, u8 *to, int half, const Experts &e, const u8 *matrix, int first, int rows, int spans, int span) {
+    int i = threadIdx.x % 32 / 8, at = threadIdx.x % 8 * 16, skipped = span * e.span, bytes = min(spans * e.span, e.row_bytes - skipped);
+    int pitch = window(spans * e.span);
+    u32 own = shared_address(to) + i * pitch + at;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        // Less than 4 GB behind the beginning of a matrix.
+        const u8 *from = matrix + (u32)(min(first + i + 4 * k, rows - 1) * e.row_bytes + skipped);
+        if (at == 0) ((const u8 **)step)[8 * half + i + 4 * k] = from;
+        if (e.plain) continue;
+        int odd = (int)(u64)from & 15, left = odd + bytes - at;
+        from += at - odd;
+        if (left > 0) copy_16(own + 4 * k * pitch, from, true);
+        if (left > 128) copy_16(own + 4 * k * pitch + 128, from + 128, true);
+#pragma unroll 1
+        for (int more = 256; left > more; more += 128) copy_16(own + 4 * k * pitch + more, from + more, true);
     }
-
-    /// Goes to the rows from `first` on of `matrix`, which has `rows`; where there are fewer than eight, the last one again.
-    DEVICE void place(Copied &c, const u8 *matrix, int first, int rows) {
-        c.from = matrix + (long)min(first + (int)threadIdx.x % 16 / 2, rows - 1) * c.row_bytes;
-    }
-
-    /// Begins to copy the spans from `span` on to a step, and stores where they come from.
-    DEVICE void bring(const Copied &c, u8 *step, int span) {
-        int lane = threadIdx.x % 32, skipped = span * c.span;
-        const u8 *from = c.from + skipped;
-        if (lane % 2 == 0) ((const u8 **)step)[lane / 2] = from;
-        if (c.plain) return;
-        int words = ((int)((u64)from & 15) + min(c.spans * c.span, c.row_bytes - skipped) + 15) / 16;
-        u32 to = shared_address(step + c.at);
-        from = (const u8 *)((u64)from & ~15ull);
-#pragma unroll 2
-        for (int w = lane % 2; w < words; w += 2) copy_16(to + 16 * w, from + 16 * w, true);
-    }
-};
+}
 
 /// What a step is, behind where its rows come from: stored and read by a warp as its copies begin.
 DEVICE uint4 *what_of(u8 *step) { return (uint4 *)(step + ROWS_BYTES - 16); }
@@ -87,7 +77,7 @@ struct Own {
         int i = threadIdx.x % 32 / 4;
         Own own;
         own.low = ROWS_BYTES + i * window(spans * low.span);
-        own.high = ROWS_BYTES + (low.plain ? 0 : 8 * window(spans * low.span)) + i * window(spans * high.span);
+        own.high = ROWS_BYTES + half_bytes(low, spans) + i * window(spans * high.span);
         return own;
     }
 };
@@ -335,7 +325,6 @@ KERNEL __launch_bounds__(UP_THREADS, 1) void experts_up(__grid_constant__ const 
         stage_x(staged);
     }
     __syncthreads();
-    Copied copied = Copied::of(p.gate, p.up, spans);
     Own own = Own::of(p.gate, p.up, spans);
     // Items of this group, `first` + `group` + i · `groups`, 32 at a time, a lane each: those whose experts this wave has are left.
     int next_items = first + group, ahead_slot = 0, slot = 0;
@@ -356,8 +345,10 @@ KERNEL __launch_bounds__(UP_THREADS, 1) void experts_up(__grid_constant__ const 
             what = __shfl_sync(~0u, place, from);
             left &= left - 1;
             if (columns > 0) {
-                Copied::place(copied, matrix_of(lane < 16 ? p.gate : p.up, expert), (what & 0xffffffu) * 8, p.width);
-                Copied::bring(copied, step, first_span);
+                int tile = (what & 0xffffffu) * 8;
+                u8 *to = step + ROWS_BYTES;
+                bring_half(step, to, 0, p.gate, matrix_of(p.gate, expert), tile, p.width, spans, first_span);
+                bring_half(step, to + half_bytes(p.gate, spans), 1, p.up, matrix_of(p.up, expert), tile, p.width, spans, first_span);
             }
         }
         if (lane == 0) what_of(step)->x = what;
@@ -462,25 +453,29 @@ KERNEL __launch_bounds__(DOWN_THREADS, 1) void experts_down(__grid_constant__ co
     fill_zeros(shared);
     fill_table_of(p.down.type, (u32 *)(shared + p.table_at[0]));
     if (p.shared.type != p.down.type) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[1]));
-    Copied copied = Copied::of(p.down, p.down, 1), of_shared = Copied::of(p.shared, p.shared, 1);
     Own own = Own::of(p.down, p.down, 1), own_shared = Own::of(p.shared, p.shared, 1);
+    auto bring_both = [&](u8 *step, const Experts &e, const u8 *matrix, int span) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            bring_half(step, step + ROWS_BYTES + half * half_bytes(e, 1), half, e, matrix, first + 8 * half, p.rows, 1, span);
+        }
+    };
     auto shared_tile = [&](int span) { return p.shared_at + span * p.shared_bytes; };
     // A step is always the same warp's: it brings its tile of the shared expert, for all rows.
     for (int step = warp; step < steps; step += warps) {
         if (step < routed) continue;
-        Copied::place(of_shared, p.shared.at, first + (lane < 16 ? 0 : 8), p.rows);
-        Copied::bring(of_shared, shared + shared_tile(step - routed), step - routed);
+        bring_both(shared + shared_tile(step - routed), p.shared, p.shared.at, step - routed);
     }
     previous();
-    if (warp < count) {
-        int row = (base + warp) * p.used;
+    for (int r = warp; r < count; r += warps) {
+        int row = (base + r) * p.used;
         bool own = lane < p.used;
         u32 pair = own ? p.order[row + lane] : 0, expert = own ? p.ids[row + lane] : 0;
         float weight = own ? p.weights[row + lane] : 0.0f;
         expert = __shfl_sync(~0u, expert, pair), weight = __shfl_sync(~0u, weight, pair);
         if (own) {
-            pairs[warp][lane] = row + pair, weights[warp][lane] = weight;
-            matrices[warp][lane] = has(p.mask, expert) ? matrix_of(p.down, expert) : 0;
+            pairs[r][lane] = row + pair, weights[r][lane] = weight;
+            matrices[r][lane] = has(p.mask, expert) ? matrix_of(p.down, expert) : 0;
         }
     }
     __syncthreads();
@@ -501,8 +496,7 @@ KERNEL __launch_bounds__(DOWN_THREADS, 1) void experts_down(__grid_constant__ co
             int cols = is_shared ? p.shared_cols : p.cols;
             const float *x = p.shared_x + (long)(base + ahead_r) * cols;
             if (!is_shared) {
-                Copied::place(copied, matrices[ahead_r][e], first + (lane < 16 ? 0 : 8), p.rows);
-                Copied::bring(copied, to, span);
+                bring_both(to, p.down, matrices[ahead_r][e], span);
                 x = p.x + (long)pairs[ahead_r][e] * cols;
             }
 #pragma unroll
@@ -542,26 +536,30 @@ KERNEL __launch_bounds__(DOWN_THREADS, 1) void experts_down(__grid_constant__ co
         bring();
         slot = slot + 1 == p.stages ? 0 : slot + 1;
     }
-    // A thread for each number.
-    int r = threadIdx.x / TILE, output = threadIdx.x % TILE;
-    bool mine = r < count && first + output < p.rows;
-    long place = (long)(base + r) * p.rows + first + output;
-    float before = mine && !p.first ? p.sum[place] : 0.0f, hidden = mine && p.last ? p.hidden[place] : 0.0f;
-    float share = mine && p.first ? sigmoid(p.share[(long)(base + r) * p.share_stride]) : 0.0f;
-    __syncthreads();
-    if (!mine) return;
-    const float *from = room + r * steps * TILE + output;
-    float total = before;
-    if (p.first) {
-        for (int i = routed; i < steps; i++) total += from[i * TILE];
-        total *= share;
-    }
+    // A thread for each number, which asks for what it needs before it waits for the others.
+    auto number = [&](int i, bool wait) {
+        int r = i / TILE, output = i % TILE;
+        bool mine = r < count && first + output < p.rows;
+        long place = (long)(base + r) * p.rows + first + output;
+        float before = mine && !p.first ? p.sum[place] : 0.0f, hidden = mine && p.last ? p.hidden[place] : 0.0f;
+        float share = mine && p.first ? sigmoid(p.share[(long)(base + r) * p.share_stride]) : 0.0f;
+        if (wait) __syncthreads();
+        if (!mine) return;
+        const float *from = room + r * steps * TILE + output;
+        float total = before;
+        if (p.first) {
+            for (int i = routed; i < steps; i++) total += from[i * TILE];
+            total *= share;
+        }
 #pragma unroll 5
-    for (int e = 0; e < p.used; e++) {
-        float dot = 0.0f;
-        for (int i = 0; i < spans; i++) dot += from[(e * spans + i) * TILE];
-        total = matrices[r][e] ? fmaf(weights[r][e], dot, total) : total;
-    }
-    if (p.last) p.hidden[place] = hidden + total;
-    else p.sum[place] = total;
+        for (int e = 0; e < p.used; e++) {
+            float dot = 0.0f;
+            for (int i = 0; i < spans; i++) dot += from[(e * spans + i) * TILE];
+            total = matrices[r][e] ? fmaf(weights[r][e], dot, total) : total;
+        }
+        if (p.last) p.hidden[place] = hidden + total;
+        else p.sum[place] = total;
+    };
+#pragma unroll 1
+    for (int i = threadIdx.x; i == (int)threadIdx.x || i < count * TILE; i += blockDim.x) number(i, i == (int)threadIdx.x);
 }

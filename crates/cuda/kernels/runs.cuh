@@ -144,26 +144,6 @@ template <class T> struct Run {
     }
 };
 
-/// A run in two halves: what both need, then eight pairs each.
-template <class T> struct Halves {
-    const u8 *row;
-    u32 run;
-    DEVICE Halves of(const u8 *row, u32 run) { return Halves{row, run}; }
-    DEVICE void decode(const Halves &h, int half, const u32 *table, u32 out[8]) {
-        u32 all[16];
-        Run<T>::decode(h.row, h.run, table, all);
-#pragma unroll
-        for (int i = 0; i < 8; i++) out[i] = all[8 * half + i];
-    }
-};
-
-/// Both halves of a run.
-template <class T> DEVICE void decode_halves(const u8 *row, u32 run, const u32 *table, u32 out[16]) {
-    Halves<T> h = Halves<T>::of(row, run);
-    Halves<T>::decode(h, 0, table, out);
-    Halves<T>::decode(h, 1, table, out + 8);
-}
-
 template <> struct Run<Q8_0> {
     static const int TABLE = 0;
     DEVICE void fill_table(u32 *) {}
@@ -343,48 +323,20 @@ template <> struct Run<Q6_K> {
 /// Scale of four numbers of a row of bits beside one quarter: IQ2_XXS and IQ3_XXS.
 DEVICE float field_scale(const u8 *block, u32 field, float unit) { return half_at(block, 0) * (0.5f + (float)(field >> 28)) * unit; }
 
-template <> struct Halves<IQ2_XXS> {
-    u32 rows, field;
-    Scale s;
-    DEVICE Halves of(const u8 *row, u32 run) {
-        const u8 *block = row + run / 8 * IQ2_XXS::BYTES;
-        u32 words[2];
-        words_at<2>(block + 2 + run % 8 * 8, words);
-        return Halves{words[0], words[1], scale_of(field_scale(block, words[1], 0.25f), 0.0f)};
-    }
-    DEVICE void decode(const Halves &h, int half, const u32 *table, u32 out[8]) {
-#pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; i++) {
-            u32 numbers[4];
-            eight(table, h.rows >> (8 * i) & 255, numbers);
-            scaled_row(numbers, even_signs(h.field >> (7 * i) & 127), h.s, out + i % 2 * 4);
-        }
-    }
-};
-
 template <> struct Run<IQ2_XXS> {
     static const int TABLE = 256 * 16;
     DEVICE void fill_table(u32 *table) { fill_rows(table, IQ2_XXS_GRID, 256); }
-    DEVICE void decode(const u8 *row, u32 run, const u32 *table, u32 out[16]) { decode_halves<IQ2_XXS>(row, run, table, out); }
-};
-
-template <> struct Halves<IQ2_XS> {
-    u32 words[2], scales;
-    float d;
-    DEVICE Halves of(const u8 *row, u32 run) {
-        const u8 *block = row + run / 8 * IQ2_XS::BYTES;
-        Halves h;
-        words_at<2>(block + 2 + run % 8 * 8, h.words);
-        h.scales = block[66 + run % 8], h.d = half_at(block, 0) * 0.25f;
-        return h;
-    }
-    DEVICE void decode(const Halves &h, int half, const u32 *table, u32 out[8]) {
-        Scale s = scale_of(h.d * (0.5f + (float)(h.scales >> (4 * half) & 15)), 0.0f);
+    DEVICE void decode(const u8 *row, u32 run, const u32 *table, u32 out[16]) {
+        const u8 *block = row + run / 8 * IQ2_XXS::BYTES;
+        u32 words[2];
+        words_at<2>(block + 2 + run % 8 * 8, words);
+        u32 rows = words[0], field = words[1];
+        Scale s = scale_of(field_scale(block, field, 0.25f), 0.0f);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            u32 field = h.words[half] >> (i * 16) & 0xffff, numbers[4];
-            eight(table, field & 511, numbers);
-            scaled_row(numbers, even_signs(field >> 9), s, out + 4 * i);
+        for (int i = 0; i < 4; i++) {
+            u32 numbers[4];
+            eight(table, rows >> (8 * i) & 255, numbers);
+            scaled_row(numbers, even_signs(field >> (7 * i) & 127), s, out + 4 * i);
         }
     }
 };
@@ -392,7 +344,22 @@ template <> struct Halves<IQ2_XS> {
 template <> struct Run<IQ2_XS> {
     static const int TABLE = 512 * 16;
     DEVICE void fill_table(u32 *table) { fill_rows(table, IQ2_XS_GRID, 512); }
-    DEVICE void decode(const u8 *row, u32 run, const u32 *table, u32 out[16]) { decode_halves<IQ2_XS>(row, run, table, out); }
+    DEVICE void decode(const u8 *row, u32 run, const u32 *table, u32 out[16]) {
+        const u8 *block = row + run / 8 * IQ2_XS::BYTES;
+        u32 r = run % 8, scales = block[66 + r], words[2];
+        words_at<2>(block + 2 + 8 * r, words);
+        float d = half_at(block, 0) * 0.25f;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            Scale s = scale_of(d * (0.5f + (float)(scales >> (4 * half) & 15)), 0.0f);
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; i++) {
+                u32 field = words[i / 2] >> (i % 2 * 16) & 0xffff, numbers[4];
+                eight(table, field & 511, numbers);
+                scaled_row(numbers, even_signs(field >> 9), s, out + 4 * i);
+            }
+        }
+    }
 };
 
 template <> struct Run<IQ2_S> {

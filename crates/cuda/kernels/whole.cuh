@@ -5,7 +5,10 @@
 // the block's two factors. Sums of whole numbers are exact: rounding begins with the factors.
 //
 // `block`: where the run's block begins, on an even address except for MXFP4; `r`: the run in it. Tables lie in shared memory in
-// copies, word by word, of which every lane reads its own: 32 of them have no bank conflicts at all.
+// copies, word by word, of which every lane reads its own: 32 of them have no bank conflicts at all. TABLE_COPIES is 32, or 8 for
+// GPUs whose blocks have little shared memory; large tables have a half or a quarter of them, but 4 at least.
+
+const int ALL_COPIES = TABLE_COPIES, HALF_COPIES = TABLE_COPIES / 2, QUARTER_COPIES = TABLE_COPIES / 4 > 4 ? TABLE_COPIES / 4 : 4;
 
 DEVICE u32 permute(u32 a, u32 b, u32 select) {
     u32 out;
@@ -30,22 +33,25 @@ template <int COPIES_OF, int WIDTH> DEVICE u32 entry_of(const u32 *table, u32 wo
     return *(const u32 *)((const u8 *)table + (offset | threadIdx.x % COPIES_OF * 4));
 }
 
-/// Two tables of 256 entries in turns, each entry in 32 copies: its address is a byte of a word, put in place.
-DEVICE const u32 *byte_entry(const u32 *table, u32 word, int byte) {
-    return (const u32 *)((const u8 *)table + permute(word, threadIdx.x % 32 * 4, 0x5504 | byte << 4));
+/// Byte `byte` of `word` as the number of an entry of two tables of 256 in turns: with all copies, its address is the byte put in place.
+DEVICE u32 byte_entry(const u32 *table, u32 word, int byte, int second) {
+    u32 lane = threadIdx.x % ALL_COPIES * 4;
+    u32 at = ALL_COPIES == 32 ? permute(word, lane, 0x5504 | byte << 4) : (word >> (8 * byte) & 255) * (8 * ALL_COPIES) | lane;
+    return ((const u32 *)((const u8 *)table + at))[second * ALL_COPIES];
 }
 
-const int BYTE_TABLES = 256 * 2 * 32 * 4; // bytes
+const int BYTE_TABLES = 256 * 2 * ALL_COPIES * 4; // bytes
 
 /// Stores `first(i)` and `second(i)` there.
 template <class First, class Second> DEVICE void fill_bytes(u32 *table, First first, Second second) {
+    const int CHUNKS = ALL_COPIES / 4;
     for (int i = threadIdx.x; i < 256; i += blockDim.x) {
         u32 words[2] = {first(i), second(i)};
 #pragma unroll
-        for (int j = 0; j < 16; j++) {
-            int chunk = (j + i) % 16;
-            u32 word = chunk < 8 ? words[0] : words[1];
-            ((uint4 *)table)[i * 16 + chunk] = make_uint4(word, word, word, word);
+        for (int j = 0; j < 2 * CHUNKS; j++) {
+            int chunk = (j + i) % (2 * CHUNKS);
+            u32 word = chunk < CHUNKS ? words[0] : words[1];
+            ((uint4 *)table)[i * 2 * CHUNKS + chunk] = make_uint4(word, word, word, word);
         }
     }
 }
@@ -144,12 +150,12 @@ template <> struct Whole<Q5_1> : Nibbles<8, 4, 0, TwoFactors<-1>> {};
 
 /// Pairs of sixteen values, a byte each: entry a + 16 b.
 template <class Value> DEVICE void fill_byte_pairs(u32 *table, const Value *values) {
-    fill_copies<256, 32>(table, [&](int i) { return (u32)(u8)values[i % 16] | (u32)(u8)values[i / 16] << 8; });
+    fill_copies<256, ALL_COPIES>(table, [&](int i) { return (u32)(u8)values[i % 16] | (u32)(u8)values[i / 16] << 8; });
 }
 
 /// Nibbles of 16 bytes in a table of pairs of values.
 template <class Factors> struct Uneven : Factors {
-    static const int TABLE = 256 * 4 * 32;
+    static const int TABLE = 256 * 4 * ALL_COPIES;
     struct Run {
         u32 words[4];
         int scales[2], mins[2];
@@ -158,7 +164,7 @@ template <class Factors> struct Uneven : Factors {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             u32 four = run.words[t % 2 * 2 + i] >> (t / 2 * 4) & 0x0f0f0f0fu, pairs = four | four >> 4;
-            out[i] = entry_of<32, 8>(table, pairs, 0) | entry_of<32, 8>(table, pairs, 16) << 16;
+            out[i] = entry_of<ALL_COPIES, 8>(table, pairs, 0) | entry_of<ALL_COPIES, 8>(table, pairs, 16) << 16;
         }
     }
 };
@@ -294,7 +300,7 @@ template <int ROWS, int SIGNS, int ROW_COPIES, int SIGN_COPIES> struct WholeIq2 
     DEVICE void row(const u32 *table, u32 index, int at, u32 signs, int sign_at, u32 out[2]) {
         const int WIDTH = ROWS == 512 ? 9 : 10;
         u32 nibbles = entry_of<ROW_COPIES, WIDTH>(table, index, at);
-        nibbles ^= entry_of<SIGN_COPIES, SIGNS == 128 ? 7 : 8>(table + ROWS * ROW_COPIES, signs, sign_at);
+        nibbles += entry_of<SIGN_COPIES, SIGNS == 128 ? 7 : 8>(table + ROWS * ROW_COPIES, signs, sign_at);
         signed_magnitudes(nibbles, out);
     }
     DEVICE void factors(const u8 *block, float &scale, float &) { scale = half_at(block, 0) * 0.125f; }
@@ -314,11 +320,11 @@ template <> struct Whole<IQ2_XXS> : WholeBase {
         run.scales[0] = words[1] >> 27 | 1;
     }
     DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
-        signed_magnitudes(*byte_entry(table, run.rows[0], t) ^ byte_entry(table, run.signs >> (7 * t), 0)[32], out);
+        signed_magnitudes(byte_entry(table, run.rows[0], t, 0) + byte_entry(table, run.signs >> (7 * t), 0, 1), out);
     }
 };
 
-template <> struct Whole<IQ2_XS> : WholeIq2<512, 128, 16, 32> {
+template <> struct Whole<IQ2_XS> : WholeIq2<512, 128, HALF_COPIES, ALL_COPIES> {
     static const int HALVES = 2;
     DEVICE void fill_table(u32 *table) { fill(table, IQ2_XS_GRID); }
     DEVICE void open(const u8 *block, u32 r, Run &run) {
@@ -331,7 +337,7 @@ template <> struct Whole<IQ2_XS> : WholeIq2<512, 128, 16, 32> {
     }
 };
 
-template <> struct Whole<IQ2_S> : WholeIq2<1024, 256, 8, 16> {
+template <> struct Whole<IQ2_S> : WholeIq2<1024, 256, QUARTER_COPIES, HALF_COPIES> {
     static const int HALVES = 2;
     DEVICE void fill_table(u32 *table) { fill(table, IQ2_S_GRID); }
     DEVICE void open(const u8 *block, u32 r, Run &run) {
@@ -363,19 +369,19 @@ template <> struct Whole<IQ3_XXS> : WholeBase {
         run.scales[0] = run.signs >> 27 | 1;
     }
     DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
-        u32 both = run.rows[t / 2], signs = byte_entry(table, run.signs >> (7 * t), 0)[32];
-        signed_pair(*byte_entry(table, both, t % 2 * 2), *byte_entry(table, both, t % 2 * 2 + 1), signs, out);
+        u32 both = run.rows[t / 2], signs = byte_entry(table, run.signs >> (7 * t), 0, 1);
+        signed_pair(byte_entry(table, both, t % 2 * 2, 0), byte_entry(table, both, t % 2 * 2 + 1, 0), signs, out);
     }
 };
 
 template <> struct Whole<IQ3_S> : OneFactor {
-    static const int TABLE = 512 * 4 * 16;
+    static const int TABLE = 512 * 4 * HALF_COPIES;
     struct Run {
         u32 rows[2], signs, ninth;
         int scales[2], mins[2];
     };
     DEVICE void fill_table(u32 *table) {
-        fill_copies<512, 16>(table, [&](int i) { return IQ3_S_GRID[i]; });
+        fill_copies<512, HALF_COPIES>(table, [&](int i) { return IQ3_S_GRID[i]; });
     }
     DEVICE void open(const u8 *block, u32 r, Run &run) {
         words_at<2>(block + 2 + 8 * r, run.rows);
@@ -385,7 +391,7 @@ template <> struct Whole<IQ3_S> : OneFactor {
     DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
         u32 both = run.rows[t / 2] >> (t % 2 * 16), ninth = run.ninth >> (2 * t);
         u32 first = (both & 255) | (ninth & 1) << 8, second = (both >> 8 & 255) | (ninth >> 1 & 1) << 8;
-        signed_pair(entry_of<16, 9>(table, first, 0), entry_of<16, 9>(table, second, 0), spread_bytes(run.signs >> (8 * t) & 255), out);
+        signed_pair(entry_of<HALF_COPIES, 9>(table, first, 0), entry_of<HALF_COPIES, 9>(table, second, 0), spread_bytes(run.signs >> (8 * t) & 255), out);
     }
 };
 

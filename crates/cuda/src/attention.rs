@@ -185,8 +185,8 @@ impl Cuda {
             blocks: blocks as i32,
         };
         let grid = (blocks, attention.kv_heads, rows.len());
-        let group = attention.heads / attention.kv_heads;
-        let shared = 2 * GRID * (attention.head_dim + 8) * 2 + 4 * group * (attention.head_dim + GRID);
+        // Keys and values; eight queries, their weights and scores.
+        let shared = 2 * (2 * GRID + 8) * (attention.head_dim + 8) + 2 * 8 * (GRID + 8) + 4 * 2 * 8 * GRID;
         self.device.launch(&self.kernels.attn_single, grid, attention.head_dim, shared, &p)?;
         let grid = (attention.heads, rows.len(), 1);
         self.device.launch(&self.kernels.attn_join, grid, attention.head_dim, 0, &p)

@@ -4,7 +4,7 @@ use cudarc::driver::DriverError;
 use quant::Type;
 
 use crate::Cuda;
-use crate::sources::{few_window, table_bytes};
+use crate::sources::{few_window, has_spans, table_bytes};
 use crate::weights::{Experts, Matrix};
 
 type Done = Result<(), DriverError>;
@@ -20,6 +20,10 @@ const WARPS: usize = 16;
 
 /// Columns that experts are multiplied with at a time.
 pub(crate) const SPAN: usize = 256;
+
+/// Threads of a block of `few_head`, and stages it copies to at most.
+const HEAD_THREADS: usize = 256;
+const HEAD_STAGES: usize = 8;
 
 /// Columns that are in shared memory at a time.
 const SEGMENT: usize = 2048;
@@ -170,10 +174,16 @@ impl Cuda {
         stride: usize,
         add: bool,
     ) -> Done {
+        // Which kernel depends on the matrices and what is multiplied alone, for it decides on the order of sums.
+        let is_head = match (outputs, input) {
+            ([output], Input::Norm { normed: 0, rounded: 0, .. }) => !add && has_spans(output.matrix.ty),
+            _ => false,
+        };
         let mut first = 0;
         while first < count {
             let p = self.few_parameters(outputs, (input, first), stride, add);
-            first += self.few_launch(p, count - first)?;
+            let left = count - first;
+            first += if is_head { self.head_launch(p, left)? } else { self.few_launch(p, left)? };
         }
         Ok(())
     }
@@ -226,6 +236,42 @@ impl Cuda {
             }
         }
         p
+    }
+
+    /// As [`Cuda::few_launch`], of one matrix of very many rows.
+    fn head_launch(&self, p: FewRows, left: usize) -> Result<usize, DriverError> {
+        let (cols, tiles, stage) = (p.cols as usize, p.ends[3] as usize, p.stage_bytes as usize);
+        let row = row_of_x(cols.next_multiple_of(SPAN));
+        let room = 2 * 4 * HEAD_THREADS / 32 * HEAD_THREADS;
+        let mut count = left.min(FEW);
+        loop {
+            let stages_at = count * row + room;
+            // Behind the last stage a decoder may read on.
+            let fits = |stages: usize, blocks: usize| {
+                blocks * (stages_at + stages * stage + SLACK + 1024) <= self.device.shared
+            };
+            let most = |blocks: usize| (1..=HEAD_STAGES).rev().find(|&stages| fits(stages, blocks));
+            let (stages, blocks) = match (most(2), most(1)) {
+                (Some(stages @ 2..), _) => (stages, 2),
+                (_, Some(stages)) => (stages, 1),
+                (_, None) => {
+                    assert!(count > 1, "a row of {cols} columns fits into shared memory");
+                    count /= 2;
+                    continue;
+                }
+            };
+            let p = FewRows {
+                count: count as i32,
+                room_at: (count * row) as i32,
+                stages_at: stages_at as i32,
+                stages: stages as i32,
+                ..p
+            };
+            let grid = (tiles.min(blocks * self.device.processors as usize), 1, 1);
+            let shared = stages_at + stages * stage + SLACK;
+            self.device.launch(&self.kernels.few_head, grid, HEAD_THREADS, shared, &p)?;
+            return Ok(count);
+        }
     }
 
     /// Launches the products of as many of `left` rows as fit into shared memory, and returns how many those are.

@@ -103,10 +103,10 @@ fn staged(ty: Type, rows: usize, spans: usize) -> usize {
 }
 
 /// Where tables of two types lie, and where they end.
-fn tables(first: Type, second: Type) -> ([i32; 2], usize) {
-    let end = ZEROS + whole_table_bytes(first);
+fn tables(first: Type, second: Type, shared: usize) -> ([i32; 2], usize) {
+    let end = ZEROS + whole_table_bytes(first, shared);
     let (second_at, end) =
-        if first == second { (ZEROS, end) } else { (end, end + whole_table_bytes(second)) };
+        if first == second { (ZEROS, end) } else { (end, end + whole_table_bytes(second, shared)) };
     ([ZEROS as i32, second_at as i32], end)
 }
 
@@ -150,7 +150,7 @@ impl Cuda {
         let columns = Gates::of(spec, shared_cols);
         let of_row = width.div_ceil(8) * used;
         let items = of_row * rows;
-        let (table_at, planes_at) = tables(gate.ty, up.ty);
+        let (table_at, planes_at) = tables(gate.ty, up.ty, self.target.shared);
         let spans = cols.div_ceil(SPAN * PARTS);
         let planes = PARTS * spans * PLANES;
         let stage_bytes = ROWS_BYTES + staged(gate.ty, 8, spans) + staged(up.ty, 8, spans);
@@ -219,16 +219,15 @@ impl Cuda {
         let (spec, rows, buffers) = (&self.model.spec, open.pass.rows(), &open.buffers);
         let columns = Gates::of(spec, shared.cols);
         let steps = spec.moe.used * down.cols.div_ceil(SPAN) + shared.cols.div_ceil(SPAN);
-        let (table_at, room_at) = tables(down.ty, shared.ty);
+        let (table_at, room_at) = tables(down.ty, shared.ty, self.target.shared);
         let shared_at = room_at + 4 * rows.min(FEW) * steps * TILE;
         let shared_bytes = ROWS_BYTES + staged(shared.ty, TILE, 1);
         let stages_at = shared_at + shared.cols.div_ceil(SPAN) * shared_bytes;
         let stage_bytes = ROWS_BYTES + staged(down.ty, TILE, 1) + 4 * SPAN;
         let needed = |warps: usize, stages: usize| stages_at + warps * stages * stage_bytes + SLACK;
         let fits = |warps: usize, stages: usize| needed(warps, stages) + STATIC <= self.device.shared;
-        // A warp looks up a row's experts.
-        let most = DOWN_WARPS.min(steps).max(rows.min(FEW));
-        let warps = (FEW..=most).rev().find(|&warps| fits(warps, 2)).unwrap_or(most.min(FEW));
+        let most = DOWN_WARPS.min(steps);
+        let warps = (1..=most).rev().find(|&warps| fits(warps, 2)).unwrap_or(1);
         let stages = if fits(warps, 3) { 3 } else { 2 };
         let p = ExpertsDown {
             mask,

@@ -62,6 +62,7 @@ pub(crate) struct Kernels {
     pub(crate) attn_join: Function,
     pub(crate) few_rows: Function,
     pub(crate) many_tiles: Function,
+    pub(crate) few_head: Function,
     pub(crate) experts_up: Function,
     pub(crate) experts_down: Function,
     /// Types by the numbers those three know them by.
@@ -156,6 +157,7 @@ impl Kernels {
             attn_join: early(&attention, "attn_join")?,
             few_rows: early(&few, "few_rows")?,
             many_tiles: early(&few, "many_tiles")?,
+            few_head: early(&few, "few_head")?,
             experts_up: early(&few, "experts_up")?,
             experts_down: early(&few, "experts_down")?,
             few_types,

@@ -18,6 +18,8 @@ const EXPERTS: &str = include_str!("../kernels/experts.cu");
 const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
 const FEW_EXPERTS: &str = include_str!("../kernels/few_experts.cu");
+const SPANS: &str = include_str!("../kernels/spans.cuh");
+const FEW_HEAD: &str = include_str!("../kernels/few_head.cu");
 const WHOLE: &str = include_str!("../kernels/whole.cuh");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
@@ -38,16 +40,7 @@ template <class T> struct Constant {
         for (int i = 0; i < 16; i++) out[i] = 0x3f803f80u ^ run << i;
     }
 };
-template <class T> struct ConstantHalves {
-    u32 run;
-    DEVICE ConstantHalves of(const u8 *, u32 run) { return ConstantHalves{run}; }
-    DEVICE void decode(const ConstantHalves &h, int half, const u32 *, u32 out[8]) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) out[i] = 0x3f803f80u ^ h.run << (8 * half + i);
-    }
-};
 #define Run Constant
-#define Halves ConstantHalves
 ";
 
 /// What kernels are compiled for.
@@ -106,6 +99,11 @@ pub(crate) fn gemm_stages(target: &Target) -> (usize, usize) {
     (stages, stages * (STAGE_BYTES + BARRIER_BYTES))
 }
 
+/// Whether there are products of spans of `ty` (`Span::EXISTS` of the kernels).
+pub(crate) fn has_spans(ty: Type) -> bool {
+    matches!(ty, Type::Q4_K | Type::Q5_K | Type::Q6_K | Type::Q8_0)
+}
+
 /// Bytes of the table of decoded codebook rows that decoding `ty` keeps in shared memory (`Run::TABLE` of the kernels).
 pub(crate) fn table_bytes(ty: Type) -> usize {
     match ty {
@@ -120,15 +118,22 @@ pub(crate) fn table_bytes(ty: Type) -> usize {
     }
 }
 
-/// Bytes of the tables that decoding `ty` to whole numbers keeps in shared memory (`Whole::TABLE` of the kernels).
-pub(crate) fn whole_table_bytes(ty: Type) -> usize {
+/// Copies of the tables that decoding to whole numbers keeps in shared memory: a quarter where a block has little of that.
+fn whole_copies(shared: usize) -> usize {
+    if shared >= 160 << 10 { 32 } else { 8 }
+}
+
+/// Bytes of those tables for `ty` (`Whole::TABLE` of the kernels), on a GPU whose blocks have `shared` bytes.
+pub(crate) fn whole_table_bytes(ty: Type, shared: usize) -> usize {
+    let all = whole_copies(shared);
+    let (half, quarter) = (all / 2, (all / 4).max(4));
     let entries = match ty {
         Type::IQ1_S | Type::IQ1_M => codebook::IQ1_GRID.len() * 4,
-        Type::IQ2_XXS | Type::IQ3_XXS => 2 * 256 * 32,
-        Type::IQ2_XS => codebook::IQ2_XS_GRID.len() * 16 + 128 * 32,
-        Type::IQ2_S => codebook::IQ2_S_GRID.len() * 8 + 256 * 16,
-        Type::IQ3_S => codebook::IQ3_S_GRID.len() * 16,
-        Type::IQ4_NL | Type::IQ4_XS | Type::MXFP4 => 256 * 32,
+        Type::IQ2_XXS | Type::IQ3_XXS => 2 * 256 * all,
+        Type::IQ2_XS => codebook::IQ2_XS_GRID.len() * half + 128 * all,
+        Type::IQ2_S => codebook::IQ2_S_GRID.len() * quarter + 256 * half,
+        Type::IQ3_S => codebook::IQ3_S_GRID.len() * half,
+        Type::IQ4_NL | Type::IQ4_XS | Type::MXFP4 => 256 * all,
         _ => 0,
     };
     4 * entries
@@ -306,9 +311,16 @@ impl Source {
     /// Products with few rows, of all types of a model; their numbers are the places in `types`.
     pub fn few(target: &Target, types: &[Type]) -> Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
-        let parts = [COMMON, &codebooks(types), TYPES, RUNS, WHOLE, ROUTE, FEW_ROWS, FEW, FEW_EXPERTS];
+        let tables = codebooks(types);
+        let shared = [COMMON, &tables, TYPES, RUNS, WHOLE, ROUTE, PIPELINE, FEW_ROWS, FEW, FEW_EXPERTS];
+        let parts = [&shared[..], &[SPANS, FEW_HEAD]].concat();
         let name = format!("few {}", names.join(" "));
-        Source::new(target, name, &parts, &[format!("TYPES={}", names.join(",")), "COPIES=1".to_string()])
+        let defines = [
+            format!("TYPES={}", names.join(",")),
+            "COPIES=1".to_string(),
+            format!("TABLE_COPIES={}", whole_copies(target.shared)),
+        ];
+        Source::new(target, name, &parts, &defines)
     }
 
     /// What the GPU can do at most.
