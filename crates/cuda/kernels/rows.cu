@@ -18,8 +18,6 @@ DEVICE float dot4(float4 a, float4 b) { return (a.x * b.x + a.y * b.y) + (a.z * 
 /// x / sqrt(mean(x²) + eps) · weight. Grid: rows; a thread takes four numbers at a time.
 KERNEL void rms_norm(Norm p) {
     __shared__ float room[32];
-    next();
-    previous();
     long row = blockIdx.x;
     int step = blockDim.x * 4;
     const float *x = p.x + (p.index ? (long)p.index[row] : row) * p.cols;
@@ -62,7 +60,6 @@ struct Route {
 /// The experts of each row, and how many rows each has. Grid: rows / warps; a warp for each row; shared memory: warps ·
 /// experts numbers.
 KERNEL void route(Route p) {
-    previous();
     long row = (long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= p.rows) return;
     extern __shared__ u32 keys[];
