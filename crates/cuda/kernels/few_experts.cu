@@ -87,7 +87,8 @@ DEVICE void store_planes(u8 *planes, const float x[8]) {
     u32 most = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) most = max(most, __float_as_uint(x[i]) & 0x7fffffffu);
-    most = __reduce_max_sync(~0u, most); // behind which all have read x
+    most = __reduce_max_sync(~0u, most);
+    __syncwarp(); // planes may lie where x was
     // The largest becomes 127 · 256. What is next to nothing becomes that; what is no number stays none.
     bool none = most < 0x0d000000u;
     float largest = __uint_as_float(most), up = none ? 0.0f : __fdividef(32512.0f, largest);

@@ -97,5 +97,6 @@ DEVICE void choose(const float *logits, int experts, int used, u32 *keys, u32 *i
     if (!listed) choose_slowly(logits, experts, used, keys, ids, weights, order);
     float logit = weights[lane < used ? lane : 0], most = __shfl_sync(~0u, logit, 0);
     float weight = lane < used ? expf(logit - most) : 0.0f, total = warp_sum(weight);
+    __syncwarp(); // lanes without a choice have read the first one's
     if (lane < used) weights[lane] = weight / total;
 }
