@@ -39,7 +39,7 @@ template <Then THEN_, int GROUPS_, int WIDTH_> struct Kind {
     static const int PUTS_AT = STAGES * STAGE, BARRIERS_AT = PUTS_AT + PUTS;
 };
 
-/// The ring of stages: `count` steps have gone through it.
+/// The ring of stages: which one is next.
 template <class K> struct Ring {
     u32 base;
     int at;     // the stage

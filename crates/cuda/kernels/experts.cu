@@ -72,7 +72,7 @@ template <class S> DEVICE void more_registers() { asm volatile("setmaxnreg.inc.s
 
 template <class S> DEVICE void less_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::LESS)); }
 
-/// Buffers that are filled and emptied in turns: `count` have been.
+/// Buffers that are filled and emptied in turns: which one is next.
 struct Ring {
     u32 full, empty;
     int slot, parity;

@@ -77,9 +77,6 @@ template <int N> DEVICE void settle(u32 (&x)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-/// What ordinary stores put to shared memory becomes visible to the tensor cores.
-DEVICE void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 /// 2^x, for softmax weights.
 DEVICE float power(float x) {
     float out;
@@ -189,7 +186,7 @@ DEVICE void produce(const Mix &p, Ring ring) {
             if (sizeof(Kv) == 2) {
                 barrier_arrive_copied(Ring::full(ring));
             } else {
-                publish();
+                copies_see_stores();
                 barrier_arrive(Ring::full(ring));
             }
             Ring::advance(ring);

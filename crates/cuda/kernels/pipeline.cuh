@@ -113,7 +113,7 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {
 /// The copy engine may use the barriers that this thread made.
 DEVICE void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-/// Copies by the engine from now on see what this thread wrote to shared memory.
+/// The copy engine and the tensor cores from now on see what this thread wrote to shared memory.
 DEVICE void copies_see_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

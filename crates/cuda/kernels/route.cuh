@@ -34,8 +34,8 @@ DEVICE bool choose_listed(const float *logits, const u32 own[KEYS_OF_LANE], u32 
         if (listed && at < 32) list[at] = lane + 32 * i;
         count += __popc(mask);
     }
+    __syncwarp(); // behind which the list may also be written over
     if (count > 32) return false;
-    __syncwarp();
     // The list ascends by number, so that lanes break ties.
     u32 id = lane < count ? list[lane] : 0;
     float logit = lane < count ? logits[id] : 0.0f;

@@ -4,7 +4,7 @@
 // type, so that they share bytes. c is the product's layout (`multiply_bf16`).
 //
 // Factors are f16: whole numbers q times whole scales of a few bits are exact there (Q6_K's but for 2^-12), and the scale of a
-// block is applied to its sums. Small numbers are made as the mantissa of 1024 + q, two at a time: the bytes 0 and 2 of a word,
+// block is applied to its sums; Q8_0's is multiplied into the weights, rounded to f16. Small numbers are made as the mantissa of 1024 + q, two at a time: the bytes 0 and 2 of a word,
 // then 1 and 3. x comes in that order: columns 4 i, 4 i + 2, 4 i + 1, 4 i + 3.
 
 DEVICE u32 half_fma(u32 a, u32 b, u32 c) {

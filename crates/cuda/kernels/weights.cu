@@ -14,7 +14,7 @@ DEVICE uint4 round_group(const float w[8]) {
 
 const int MOST_MATRICES = 4;
 
-/// Matrices of one width, of which the room of each lies behind that of the one before.
+/// Matrices of one type, of which the room of each lies behind that of the one before.
 struct Decode {
     const u8 *from[MOST_MATRICES];
     long ends[MOST_MATRICES]; // groups up to the end of each, the last one's end for those that are not there

@@ -42,7 +42,7 @@ struct FewMatrix {
     segment_bytes: i32,
 }
 
-/// Parameters of `few_rows`.
+/// Parameters of `few_rows`, `many_tiles` and `few_head`.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct FewRows {

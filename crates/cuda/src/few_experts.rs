@@ -171,7 +171,9 @@ impl Cuda {
         let most = GROUPS.min(items.div_ceil(processors));
         let groups = (1..=most).rev().find(|&groups| fits(groups, 2)).unwrap_or(1);
         let stages = if fits(groups, 3) { 3 } else { 2 };
-        let limit = ((rows_of_block(groups) - 1) * of_row).max(groups);
+        // A block that can choose for all rows can take any number of items.
+        let of_block = rows_of_block(groups);
+        let limit = if of_block == rows { items } else { ((of_block - 1) * of_row).max(groups) };
         let blocks = items.div_ceil(groups).min(processors).max(items.div_ceil(limit));
         let keys_at = planes_at + groups * planes;
         let room_at = keys_at + keys_bytes(groups);

@@ -65,7 +65,7 @@ pub(crate) struct Kernels {
     pub(crate) few_head: Function,
     pub(crate) experts_up: Function,
     pub(crate) experts_down: Function,
-    /// Types by the numbers those three know them by.
+    /// Types by the numbers the kernels of few rows know them by.
     pub(crate) few_types: Vec<Type>,
     /// Of GPUs that have them.
     pub(crate) dense: Option<DenseKernels>,

@@ -5,7 +5,8 @@
 //! [`Cuda::new`] says what is missing.
 //!
 //! All weights lie in the GPU's memory in file form. Passes of many rows decode a matrix to bf16 once for all rows and
-//! multiply on the tensor cores, sums in f32; passes of single rows (decode) decode blocks in registers for the same.
+//! multiply on the tensor cores, sums in f32; passes of single rows (decode) decode blocks in registers for the same,
+//! experts' as whole numbers.
 //! Hence [`Capabilities::smallest_chunk`](model::Capabilities) is 2: a row alone is computed by other kernels than a
 //! row among others, and only that makes a difference to its bits.
 //!

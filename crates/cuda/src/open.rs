@@ -147,7 +147,8 @@ pub(crate) fn bytes(spec: &Spec, rows: usize) -> usize {
     let per_row = spec.hidden * (3 * 4 + 2 + 2) + spec.moe.used * (16 + 2 * width + 2 * spec.hidden);
     let per_block_row =
         columns * 4 + 4 * spec.hidden + spec.delta.channels() * 2 + spec.delta.value_dim() * 14;
-    rows * per_row + block * per_block_row + crate::grouped::decoded_bytes(spec)
+    let decoded = crate::grouped::decoded_bytes(spec).max(2 * spec.hidden * spec.vocab.max(columns));
+    rows * per_row + block * per_block_row + decoded
 }
 
 impl Buffers {

@@ -80,11 +80,6 @@ impl Default for TinyOptions {
 }
 
 impl TinyOptions {
-    /// Numbers in an attention head.
-    fn of_attention(&self) -> usize {
-        self.attention_head.unwrap_or(self.head)
-    }
-
     /// Attention heads.
     pub const HEADS: usize = 4;
     /// Key/value heads of attention.
@@ -101,6 +96,11 @@ impl TinyOptions {
     pub const USED: usize = 3;
     /// Token ids.
     pub const VOCAB: usize = 97;
+
+    /// Numbers in an attention head.
+    fn of_attention(&self) -> usize {
+        self.attention_head.unwrap_or(self.head)
+    }
 
     /// A model whose rows are whole blocks of every type: `dense` and `experts` may be any that `quant` can
     /// encode.

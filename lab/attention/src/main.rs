@@ -308,6 +308,11 @@ fn run(Version(name, integer, rows, step, _): &Version, input: &Input, out: &mut
 fn main() {
     for feature in [is_x86_feature_detected!("avx512vnni"), is_x86_feature_detected!("avx512bw")] {
         assert!(feature && is_x86_feature_detected!("avx512dq"), "AVX-512 with VNNI is needed");
+        assert!(is_x86_feature_detected!("avx512vl"), "AVX-512 with VNNI is needed");
+        assert!(
+            is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c"),
+            "FMA and F16C are needed"
+        );
     }
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     let mut out = vec![0.0; ROWS * HEADS * DIM];

@@ -255,6 +255,10 @@ fn run(version: usize, head: &Head, room: &mut [f32], state: &mut [f32], out: &m
 fn main() {
     for feature in [is_x86_feature_detected!("avx512bw"), is_x86_feature_detected!("avx512vl")] {
         assert!(feature && is_x86_feature_detected!("avx512dq"), "AVX-512 is needed");
+        assert!(
+            is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c"),
+            "FMA and F16C are needed"
+        );
     }
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     let head = Head::new(&mut random);

@@ -22,6 +22,7 @@ pub(crate) fn form(ty: Type) -> Form {
         Type::Q2_K => 2,
         _ => 0,
     };
+    debug_assert!(!halves || offsets == 0, "kernels take halves without offsets");
     let (lowest, span) = range(ty);
     Form { halves, offsets, lowest, span }
 }

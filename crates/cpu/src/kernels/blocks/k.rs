@@ -175,9 +175,9 @@ const fn two_bytes(bytes: [u8; 2]) -> Table<64> {
     Table(index)
 }
 
-/// A byte twice, and two neighbours, by the number of the first.
+/// A byte twice, by its number; and two neighbours, by half the number of the first.
 static TWICE: [Table<64>; 4] = [two_bytes([0, 0]), two_bytes([1, 1]), two_bytes([2, 2]), two_bytes([3, 3])];
-static NEIGHBOURS: [Table<64>; 3] = [two_bytes([0, 1]), two_bytes([1, 2]), two_bytes([2, 3])];
+static NEIGHBOURS: [Table<64>; 2] = [two_bytes([0, 1]), two_bytes([2, 3])];
 
 /// A run of weights of two bits, each half with a factor.
 pub(in super::super) struct Factored<'a> {
@@ -215,7 +215,7 @@ impl Factored<'_> {
         for s in 0..8 {
             q[s] = affine::<0>(self.codes[s], PAIR[self.pair]);
         }
-        (q, and(look_near(self.factors, NEIGHBOURS[self.first].piece(0)), words(0x000f_000f)))
+        (q, and(look_near(self.factors, NEIGHBOURS[self.first / 2].piece(0)), words(0x000f_000f)))
     }
 }
 
