@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles every CUDA kernel for some architectures, without a GPU, and reports registers and spills; fails if one does
-# not compile or a hot one spills more than is known of it. Fetches the compiler from PyPI into a folder of its own.
+# not compile or a hot one spills. Fetches the compiler from PyPI into a folder of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,6 +1,7 @@
 //! Compiles every kernel for some architectures and reports registers and spills: needs the compiler, no GPU.
 //!
-//! `compile MODEL ARCH … [SOURCE …]` takes the shape from a model file; of all sources, or those whose names begin so. Fails if a kernel does not compile or a hot one spills. `KEEP=FOLDER` keeps the machine code there, for a disassembler.
+//! `compile MODEL ARCH … [SOURCE …]` takes the shape from a model file; of all sources, or those whose names begin so. Fails
+//! if a kernel does not compile or a hot one spills. `KEEP=FOLDER` keeps the machine code there, for a disassembler.
 
 use std::process::ExitCode;
 
