@@ -43,6 +43,7 @@ mod state;
 mod transfer;
 mod uploads;
 mod weights;
+mod wgmma;
 
 use std::sync::Arc;
 

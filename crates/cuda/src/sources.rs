@@ -2,16 +2,18 @@
 
 use std::fmt::Write;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::ops::Range;
+use std::sync::LazyLock;
 
 use model::{DeltaSpec, GRID as CELL, KvType};
 use quant::{Type, codebook};
+
+use crate::wgmma;
 
 const COMMON: &str = include_str!("../kernels/common.cuh");
 const TYPES: &str = include_str!("../kernels/types.cuh");
 const RUNS: &str = include_str!("../kernels/runs.cuh");
 const WEIGHTS: &str = include_str!("../kernels/weights.cu");
-const PIPELINE: &str = include_str!("../kernels/pipeline.cuh");
+
 const GEMM: &str = include_str!("../kernels/gemm.cu");
 const DENSE: &str = include_str!("../kernels/dense.cu");
 const EXPERTS: &str = include_str!("../kernels/experts.cu");
@@ -42,6 +44,10 @@ template <class T> struct Constant {
 };
 #define Run Constant
 ";
+
+/// Barriers and copies between warps, and the tensor cores' products of tiles.
+static PIPELINE: LazyLock<String> =
+    LazyLock::new(|| wgmma::of_tiles() + include_str!("../kernels/pipeline.cuh"));
 
 /// What kernels are compiled for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -194,30 +200,6 @@ pub(crate) fn pair_buffers(target: &Target, ty: Type, tiles: PairTiles) -> Optio
     possible.then_some((buffers, fixed + buffers * each))
 }
 
-/// Products of the tensor cores of compute capability 9.0a, for all widths of tiles: c += a · xᵀ over 16 of k, a [64, 16] in
-/// registers, x [width, 16] in shared memory.
-fn products() -> String {
-    let mut out = "template <int WIDTH> struct Products;\n".to_string();
-    for width in (16..=PAIR_TILES[1].pairs).step_by(16) {
-        let sums = width / 2;
-        let list =
-            |of: &dyn Fn(usize) -> String, range: Range<usize>| range.map(of).collect::<Vec<_>>().join(", ");
-        let operand = |i| format!("%{i}");
-        writeln!(
-            out,
-            "template <> struct Products<{width}> {{\n    DEVICE void add(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u64 x) {{\n        \
-             asm volatile(\"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{}}}, {{{}}}, {}, 1, 1, 1, 0;\"\n        \
-             : {} : \"r\"(a0), \"r\"(a1), \"r\"(a2), \"r\"(a3), \"l\"(x));\n    }}\n}};",
-            list(&operand, 0..sums),
-            list(&operand, sums..sums + 4),
-            operand(sums + 4),
-            list(&|i| format!("\"+f\"(c[{i}])"), 0..sums),
-        )
-        .expect("writing to a string");
-    }
-    out
-}
-
 /// Bytes of shared memory of the scan over cells with `stages` stages, for heads of `dim`.
 pub(crate) fn scan_shared(dim: usize, stages: usize) -> usize {
     let (row, wide) = (dim + 8, dim.min(32) + 8);
@@ -277,7 +259,7 @@ impl Source {
         Source::new(
             target,
             "gemm".to_string(),
-            &[COMMON, PIPELINE, GEMM],
+            &[COMMON, &PIPELINE, GEMM],
             &[format!("STAGES={}", gemm_stages(target).0)],
         )
     }
@@ -285,7 +267,7 @@ impl Source {
     /// Products of many rows with one matrix whose tiles the copy engine brings, on Hopper.
     pub fn dense(target: &Target) -> Option<Source> {
         let define = format!("ROOM={}", target.shared);
-        let parts = [COMMON, PIPELINE, DENSE];
+        let parts = [COMMON, &PIPELINE, DENSE];
         (target.arch == "sm_90a").then(|| Source::new(target, "dense".to_string(), &parts, &[define]))
     }
 
@@ -293,7 +275,15 @@ impl Source {
     pub fn experts(target: &Target, ty: Type) -> Option<Source> {
         let [low, high] = PAIR_TILES.map(|tiles| pair_buffers(target, ty, tiles));
         let (low, high) = (low?.0, high?.0);
-        let parts = [COMMON, &codebooks(&[ty]), TYPES, RUNS, PIPELINE, &products(), EXPERTS];
+        let parts = [
+            COMMON,
+            &codebooks(&[ty]),
+            TYPES,
+            RUNS,
+            &PIPELINE,
+            &wgmma::of_rows(PAIR_TILES[1].pairs),
+            EXPERTS,
+        ];
         let defines = [
             format!("TYPE={ty}"),
             format!("SPANS_LOW={low}"),
@@ -312,7 +302,7 @@ impl Source {
     pub fn few(target: &Target, types: &[Type]) -> Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
         let tables = codebooks(types);
-        let shared = [COMMON, &tables, TYPES, RUNS, WHOLE, ROUTE, PIPELINE, FEW_ROWS, FEW, FEW_EXPERTS];
+        let shared = [COMMON, &tables, TYPES, RUNS, WHOLE, ROUTE, &PIPELINE, FEW_ROWS, FEW, FEW_EXPERTS];
         let parts = [&shared[..], &[SPANS, FEW_HEAD]].concat();
         let name = format!("few {}", names.join(" "));
         let defines = [
@@ -325,7 +315,7 @@ impl Source {
 
     /// What the GPU can do at most.
     pub fn peaks(target: &Target) -> Source {
-        Source::new(target, "peaks".to_string(), &[COMMON, PIPELINE, PEAKS], &[])
+        Source::new(target, "peaks".to_string(), &[COMMON, &PIPELINE, PEAKS], &[])
     }
 
     /// The same kernels, which multiply with something else instead of decoding: the last of the parts decode with `Run`.
@@ -357,9 +347,9 @@ impl Source {
     pub fn attention(target: &Target, dim: usize, kv: KvType) -> Source {
         let single = i32::from(kv == KvType::F32);
         let defines = [format!("DIM={dim}"), format!("KV_F32={single}")];
-        let mut parts = vec![COMMON, ATTENTION];
+        let (mut parts, products) = (vec![COMMON, ATTENTION], wgmma::of_attention());
         if mix_shared(target, dim).is_some() {
-            parts.extend([PIPELINE, MIX]);
+            parts.extend([&PIPELINE, &products[..], MIX]);
         }
         Source::new(target, "attention".to_string(), &parts, &defines)
     }
