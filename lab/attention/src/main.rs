@@ -76,7 +76,7 @@ use std::arch::x86_64::*;
 use std::hint::black_box;
 use std::ops::Range;
 
-use clock::{Random, alternate};
+use clock::{Random, alternate, multiply_adds};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use kernels::int16::{Block, Row};
@@ -94,17 +94,6 @@ const FEW: usize = 4;
 
 /// Steps of twelve multiply-adds of vectors.
 const PEAK_STEPS: usize = 400_000;
-
-/// f32 multiply-adds from registers.
-#[target_feature(enable = "avx512f")]
-fn f32_peak() {
-    let factor = _mm512_set1_ps(black_box(0.5));
-    let mut sums = [factor; 12];
-    for _ in 0..PEAK_STEPS {
-        sums.iter_mut().for_each(|sum| *sum = _mm512_fmadd_ps(*sum, factor, factor));
-    }
-    black_box(sums);
-}
 
 /// vpdpwssd from registers.
 #[target_feature(enable = "avx512f,avx512vnni")]
@@ -329,7 +318,7 @@ fn main() {
         }
         let [f32_peak, i16_peak, times @ ..]: [f64; 9] = alternate(ROUNDS, |version| match version {
             // SAFETY: features checked above.
-            0 => unsafe { f32_peak() },
+            0 => unsafe { multiply_adds(PEAK_STEPS) },
             // SAFETY: as above.
             1 => unsafe { i16_peak() },
             version => run(&VERSIONS[version - 2], &input, &mut out),

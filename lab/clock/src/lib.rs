@@ -1,4 +1,4 @@
-//! What the ladders measure with: CPU time of a thread, the rate of vpdpbusd, random numbers.
+//! What the ladders measure with: CPU time of a thread, the rates of vpdpbusd and of multiply-adds, random numbers.
 
 /// CPU seconds of this thread.
 pub fn now() -> f64 {
@@ -66,6 +66,25 @@ pub fn dot_products(steps: usize) {
             out("zmm6") _, out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _,
         );
     }
+}
+
+/// So many steps of twelve multiply-adds of sixteen f32 from registers.
+///
+/// # Safety
+/// The processor must have AVX-512.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+pub fn multiply_adds(steps: usize) {
+    use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_set1_ps};
+
+    let factor = _mm512_set1_ps(std::hint::black_box(0.5));
+    let mut sums = [factor; 12];
+    for _ in 0..steps {
+        for sum in &mut sums {
+            *sum = _mm512_fmadd_ps(*sum, factor, factor);
+        }
+    }
+    std::hint::black_box(sums);
 }
 
 /// A xorshift generator; not of zero.

@@ -40,10 +40,7 @@ mod kernels {
 #[allow(dead_code)] // what the backend alone uses
 mod memory;
 
-use std::arch::x86_64::*;
-use std::hint::black_box;
-
-use clock::{Random, alternate};
+use clock::{Random, alternate, multiply_adds};
 use kernels::COLUMNS;
 use kernels::delta::{Cell, Step};
 use memory::Aligned;
@@ -56,19 +53,6 @@ const ROUNDS: usize = 11;
 
 /// Steps of twelve multiply-adds of vectors.
 const PEAK_STEPS: usize = 200_000;
-
-/// f32 multiply-adds from registers.
-#[target_feature(enable = "avx512f")]
-fn peak() {
-    let factor = _mm512_set1_ps(black_box(0.5));
-    let mut sums = [factor; 12];
-    for _ in 0..PEAK_STEPS {
-        for sum in &mut sums {
-            *sum = _mm512_fmadd_ps(*sum, factor, factor);
-        }
-    }
-    black_box(sums);
-}
 
 /// Rows of one head: queries, keys, values [ROWS][DIM]; beta and the logarithm of the decay.
 struct Head {
@@ -283,7 +267,7 @@ fn main() {
     state.reserve(DIM * DIM);
     let [peak, times @ ..]: [f64; 5] = alternate(ROUNDS, |version| match version {
         // SAFETY: features checked above.
-        0 => unsafe { peak() },
+        0 => unsafe { multiply_adds(PEAK_STEPS) },
         version => {
             state[..DIM * DIM].copy_from_slice(&before);
             run(version - 1, &head, &mut room, &mut state[..DIM * DIM], &mut out[..ROWS * DIM]);
