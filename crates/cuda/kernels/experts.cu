@@ -58,15 +58,6 @@ struct Pairs {
     int n, k, used;
 };
 
-/// Has all of these computed before anything that follows: products must not find them unfinished.
-DEVICE void settle(u32 a[16]) {
-    asm volatile(""
-                 : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]), "+r"(a[4]), "+r"(a[5]), "+r"(a[6]), "+r"(a[7]),
-                   "+r"(a[8]), "+r"(a[9]), "+r"(a[10]), "+r"(a[11]), "+r"(a[12]), "+r"(a[13]), "+r"(a[14]), "+r"(a[15])
-                 :
-                 : "memory");
-}
-
 /// Gives registers of the producers to the consumers, who hold the sums.
 template <class S> DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::MORE)); }
 

@@ -12,12 +12,9 @@ static_assert(SPANS == HEAD_WARPS, "a span of a segment for each warp");
 #if __CUDA_ARCH__ >= 900
 const int COPIERS = TILE; // lanes that arrive when a stage is copied
 
-/// Barriers that were made can be used by copies.
-DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
 /// Begins to copy whole words of 16 bytes, as an arrival at a barrier, which waits for them as well.
 DEVICE void barrier_copy(u32 to, const void *from, int bytes, u32 barrier) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    barrier_expect(barrier, bytes);
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "r"(bytes), "r"(barrier)
                  : "memory");
@@ -34,8 +31,6 @@ DEVICE void copy_rows(u32 to, int stride, const u8 *from, int row_bytes, int row
 }
 #else
 const int COPIERS = 32;
-
-DEVICE void barriers_ready() {}
 
 /// Begins to copy rows of `bytes` to windows `stride` apart, row by row.
 DEVICE void copy_rows(u32 to, int stride, const u8 *from, int row_bytes, int rows, int bytes, u32 barrier) {
@@ -120,7 +115,7 @@ KERNEL __launch_bounds__(HEAD_THREADS, 2) void few_head(__grid_constant__ const 
     float *room = (float *)(shared + p.room_at), *sums = room;
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; i++) barrier_init(full + 8 * i, COPIERS), barrier_init(empty + 8 * i, HEAD_WARPS);
-        barriers_ready();
+        barriers_made();
     }
     __syncthreads();
     Item now = {(int)blockIdx.x, 0, 0, 0}, ahead = now;

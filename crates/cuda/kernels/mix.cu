@@ -20,17 +20,6 @@ const int TILES_AT = GROUPS * TILE_BYTES, BARRIERS_AT = TILES_AT + TILES * TILE_
 /// Where chunk c (eight f16) of row r of a tile lies.
 DEVICE u32 part_at(u32 tile, int row, int chunk) { return tile + chunk / 8 * PART_BYTES + row * 128 + (chunk % 8 ^ row % 8) * 16; }
 
-/// Has these computed before anything that follows, and nothing of what follows before.
-template <int N> DEVICE void settle(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
-
-template <int N> DEVICE void settle(u32 (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
-}
-
 /// 2^x, for softmax weights.
 DEVICE float power(float x) {
     float out;

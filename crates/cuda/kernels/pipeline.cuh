@@ -34,6 +34,23 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
     }
 }
 
+#if __CUDA_ARCH__ >= 900
+
+/// One more arrival, and `bytes` that copies will bring.
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+/// The copy engine may use the barriers that this thread made.
+DEVICE void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+#else
+
+DEVICE void barriers_made() {}
+
+#endif
+
 #if WGMMA
 
 /// The descriptor of a swizzled tile: rows of 128 bytes, groups of eight rows 1024 bytes apart.
@@ -52,14 +69,16 @@ template <int WIDTH> DEVICE void multiply_tile(float c[WIDTH / 2], u64 a, u64 b)
     else multiply_128(c, a, b);
 }
 
-/// One more arrival, and `bytes` that copies will bring.
-DEVICE void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(barrier), "r"(bytes)
-                 : "memory");
+/// Has these computed before anything that follows, and nothing of what follows before.
+template <int N> DEVICE void settle(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-/// The copy engine may use the barriers that this thread made.
-DEVICE void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+template <int N> DEVICE void settle(u32 (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
 
 /// The copy engine and the tensor cores from now on see what this thread wrote to shared memory.
 DEVICE void copies_see_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
