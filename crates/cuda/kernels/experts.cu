@@ -47,8 +47,8 @@ struct Tile {
 
 struct Pairs {
     const u16 *x;         // shuffled rows of k numbers: GATED: of the pass; else: of the sorted pairs
-    u16 *out;             // GATED: [pairs, n], sorted and shuffled; else [pairs, n]
-    const float *weights; // of each pair
+    u16 *out;             // [pairs, n], sorted; GATED: shuffled
+    const float *weights; // of the sorted pairs
     const u32 *pairs;     // sorted
     const Tile *tiles;
     const int *count;     // of tiles
@@ -170,45 +170,43 @@ DEVICE void produce(const Pairs &p, const Tile &tile, int first, u8 *shared, Rin
     }
 }
 
-/// SiLU(gate) · up, two neighbouring outputs of a pair to a lane.
-template <int TOKENS> DEVICE void store_inner(const Pairs &p, const Tile &tile, int n, const float c[TOKENS / 2]) {
+/// Weights of a tile's pairs: lane l has number l, and those 32 behind, and so on.
+template <int TOKENS> DEVICE void look_up_weights(const Pairs &p, const Tile &tile, float weights[(TOKENS + 31) / 32]) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < (TOKENS + 31) / 32; i++) weights[i] = __ldg(p.weights + tile.first + min(i * 32 + lane, tile.rows - 1));
+}
+
+/// Weight · SiLU(gate) · up, two neighbouring outputs of a pair to a lane.
+template <int TOKENS> DEVICE void store_inner(const Pairs &p, const Tile &tile, int n, const float c[TOKENS / 2], const float *weights) {
     int lane = threadIdx.x % 32, odd = lane / 4 % 2;
+    int left = tile.rows - lane % 4 * 2 - odd;
+    u16 *to = p.out + (long)(tile.first + lane % 4 * 2 + odd) * p.n + n + (lane / 4 & ~1);
+    long down = (long)8 * p.n;
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j++) {
         if (8 * j >= tile.rows) break;
         float x = silu(c[4 * j]) * c[4 * j + 2], y = silu(c[4 * j + 1]) * c[4 * j + 3];
-        float other = __shfl_xor_sync(~0u, odd ? x : y, 4);
-        int row = 8 * j + lane % 4 * 2 + odd;
-        u32 both = odd ? bf16_pair(other, y) : bf16_pair(x, other);
-        if (row < tile.rows) *(u32 *)(p.out + (long)(tile.first + row) * p.n + n + (lane / 4 & ~1)) = both;
+        float other = __shfl_xor_sync(~0u, odd ? x : y, 4), weight = __shfl_sync(~0u, weights[j / 4], j % 4 * 8 + lane % 4 * 2 + odd);
+        u32 both = odd ? bf16_pair(other * weight, y * weight) : bf16_pair(x * weight, other * weight);
+        if (8 * j < left) *(u32 *)to = both;
+        to += down;
     }
 }
 
-/// Pairs of a tile and their weights: lane l has number l, and those 32 behind, and so on.
-template <int TOKENS> DEVICE void look_up_pairs(const Pairs &p, const Tile &tile, u32 pairs[(TOKENS + 31) / 32], float weights[(TOKENS + 31) / 32]) {
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < (TOKENS + 31) / 32; i++) pairs[i] = __ldg(p.pairs + tile.first + min(i * 32 + lane, tile.rows - 1));
-#pragma unroll
-    for (int i = 0; i < (TOKENS + 31) / 32; i++) weights[i] = __ldg(p.weights + pairs[i]);
-}
-
-/// Weighted outputs of pairs that have been looked up.
-template <int TOKENS>
-DEVICE void store_pairs(const Pairs &p, const Tile &tile, int n, const float c[TOKENS / 2], const u32 *pairs, const float *weights) {
-    int lane = threadIdx.x % 32;
+/// Outputs of pairs, two neighbouring ones to a lane.
+template <int TOKENS> DEVICE void store_pairs(const Pairs &p, const Tile &tile, int n, const float c[TOKENS / 2]) {
+    int lane = threadIdx.x % 32, left = tile.rows - lane % 4 * 2;
     n += lane / 4 * 2;
+    if (n >= p.n) return;
+    u16 *to = p.out + (long)(tile.first + lane % 4 * 2) * p.n + n, *beside = to + p.n;
+    long down = (long)8 * p.n;
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j++) {
         if (8 * j >= tile.rows) break;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int from = j % 4 * 8 + lane % 4 * 2 + i;
-            u32 pair = __shfl_sync(~0u, pairs[j / 4], from);
-            float weight = __shfl_sync(~0u, weights[j / 4], from);
-            u32 both = bf16_pair(c[4 * j + i] * weight, c[4 * j + 2 + i] * weight);
-            if (j / 4 * 32 + from < tile.rows && n < p.n) *(u32 *)(p.out + (long)pair * p.n + n) = both;
-        }
+        if (8 * j < left) *(u32 *)to = bf16_pair(c[4 * j], c[4 * j + 2]);
+        if (8 * j + 1 < left) *(u32 *)beside = bf16_pair(c[4 * j + 1], c[4 * j + 3]);
+        to += down, beside += down;
     }
 }
 
@@ -252,6 +250,8 @@ template <class S, bool GATED> DEVICE void consume(const Pairs &p, const Tile &t
         warp_arrives(x.empty + 8 * x.slot);
         Ring::advance(x, S::X_STAGES);
     };
+    float weights[(S::TOKENS + 31) / 32];
+    if (GATED) look_up_weights<S::TOKENS>(p, tile, weights);
     u32 a[2][16];
     decode(0, a);
     if (S::AHEAD) {
@@ -275,11 +275,8 @@ template <class S, bool GATED> DEVICE void consume(const Pairs &p, const Tile &t
             decode(k, a);
         }
     }
-    if (GATED) return store_inner<S::TOKENS>(p, tile, first + warp * 8, c);
-    u32 pairs[S::TOKENS / 32];
-    float weights[S::TOKENS / 32];
-    look_up_pairs<S::TOKENS>(p, tile, pairs, weights);
-    store_pairs<S::TOKENS>(p, tile, first + warp * 16, c, pairs, weights);
+    if (GATED) store_inner<S::TOKENS>(p, tile, first + warp * 8, c, weights);
+    else store_pairs<S::TOKENS>(p, tile, first + warp * 16, c);
 }
 
 /// Blocks of the grid take tiles in turns.
@@ -325,12 +322,12 @@ template <class S, bool GATED> DEVICE void experts(const Pairs &p) {
     }
 }
 
-/// Inner rows of the pairs: SiLU(gate · x) ⊙ (up · x).
+/// Inner rows of the pairs: weight · SiLU(gate · x) ⊙ (up · x).
 KERNEL __launch_bounds__(Sizes<Low>::THREADS, 1) void experts_gated_low(__grid_constant__ const Pairs p) { experts<Low, true>(p); }
 
 KERNEL __launch_bounds__(Sizes<High>::THREADS, 1) void experts_gated_high(__grid_constant__ const Pairs p) { experts<High, true>(p); }
 
-/// Their outputs: weight · down · inner row.
+/// Their outputs: down · inner row.
 KERNEL __launch_bounds__(Sizes<Low>::THREADS, 1) void experts_down_low(__grid_constant__ const Pairs p) { experts<Low, false>(p); }
 
 KERNEL __launch_bounds__(Sizes<High>::THREADS, 1) void experts_down_high(__grid_constant__ const Pairs p) { experts<High, false>(p); }

@@ -75,6 +75,9 @@ struct Group {
     int *next;         // [experts]: the same, counted up while pairs are sorted
     const u32 *ids;    // [pairs]
     u32 *sorted;       // [pairs]: pairs by ascending expert
+    u32 *places;       // [pairs]: where a pair has come to be
+    const float *from; // [pairs]: weights
+    float *weights;    // [pairs]: of sorted pairs
     int experts, pairs;
 };
 
@@ -95,7 +98,9 @@ KERNEL void group_starts(Group p) {
 /// Sorts pairs by expert; the order of an expert's pairs does not matter, for each has its own row of results.
 KERNEL void group_pairs(Group p) {
     int pair = blockIdx.x * blockDim.x + threadIdx.x;
-    if (pair < p.pairs) p.sorted[atomicAdd(p.next + p.ids[pair], 1)] = pair;
+    if (pair >= p.pairs) return;
+    int place = atomicAdd(p.next + p.ids[pair], 1);
+    p.sorted[place] = pair, p.places[pair] = place, p.weights[place] = p.from[pair];
 }
 
 struct Tile {
@@ -156,7 +161,8 @@ struct Mask {
 
 struct Sum {
     Mask mask;
-    const u16 *pairs;  // weighted outputs of the pairs: [rows, used, cols] bf16
+    const u16 *pairs;  // weighted outputs of the pairs: [rows · used, cols] bf16
+    const u32 *places; // [rows, used]: the pairs' rows there, if not in this order
     const u32 *ids;    // [rows, used]
     const u32 *order;  // [rows, used]
     float *sum;        // [rows, cols]
@@ -170,11 +176,11 @@ KERNEL void sum_pairs(Sum p) {
     const int AT_ONCE = 5;
     int n = (blockIdx.y * blockDim.x + threadIdx.x) * 8, lane = threadIdx.x % 32;
     long row = blockIdx.x, first = row * p.used;
-    // Lane i knows the pair of the i-th expert; none if it is of another wave.
+    // Lane i knows where the pair of the i-th expert is; nowhere if it is of another wave.
     u32 own = ~0u;
     if (lane < p.used) {
         u32 pair = p.order[first + lane], expert = p.ids[first + pair];
-        if (p.mask.bits[expert / 32] >> (expert % 32) & 1) own = pair;
+        if (p.mask.bits[expert / 32] >> (expert % 32) & 1) own = p.places ? p.places[first + pair] : first + pair;
     }
     if (n >= p.cols) n = -1;
     float4 *sum = (float4 *)(p.sum + row * p.cols + max(n, 0)), low = sum[0], high = sum[1];
@@ -183,9 +189,9 @@ KERNEL void sum_pairs(Sum p) {
         bool here[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            u32 pair = __shfl_sync(~0u, own, min(start + i, 31));
-            here[i] = start + i < p.used && pair != ~0u && n >= 0;
-            if (here[i]) eight[i] = *(const uint4 *)(p.pairs + (first + pair) * p.cols + n);
+            u32 place = __shfl_sync(~0u, own, min(start + i, 31));
+            here[i] = start + i < p.used && place != ~0u && n >= 0;
+            if (here[i]) eight[i] = *(const uint4 *)(p.pairs + (long)place * p.cols + n);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {

@@ -20,6 +20,9 @@ struct Group {
     next: u64,
     ids: u64,
     sorted: u64,
+    places: u64,
+    from: u64,
+    weights: u64,
     experts: i32,
     pairs: i32,
 }
@@ -79,6 +82,7 @@ struct Pairs {
 struct Sum {
     mask: Mask,
     pairs: u64,
+    places: u64,
     ids: u64,
     order: u64,
     sum: u64,
@@ -126,7 +130,8 @@ impl Cuda {
         self.scratch.inner.take(&device, 2 * pairs * width)?;
         self.scratch.pairs.take(&device, 2 * pairs * hidden)?;
         self.group(open, pairs)?;
-        match self.pair_kernels(triplet, pairs) {
+        let kernels = self.pair_kernels(triplet, pairs);
+        match kernels {
             Some(kernels) => self.experts_fused(open, triplet, kernels, list)?,
             None => {
                 let most = (MOST_DECODED / pair_bytes(&spec.spec, width)).clamp(1, 1024);
@@ -135,10 +140,11 @@ impl Cuda {
                 }
             }
         }
-        let buffers = &open.buffers;
+        let (buffers, [_, places, _]) = (&open.buffers, sorted(open, pairs));
         let p = Sum {
             mask,
             pairs: self.scratch.pairs.at(),
+            places: if kernels.is_some() { places } else { 0 },
             ids: buffers.ids.at(),
             order: buffers.order.at(),
             sum: buffers.sum.at(),
@@ -156,13 +162,17 @@ impl Cuda {
             return Ok(());
         }
         let experts = self.model.spec.moe.experts;
-        let [counts, starts, next] = counts(open, experts);
+        let ([counts, starts, next], [sorted, places, weights]) =
+            (counts(open, experts), sorted(open, pairs));
         let p = Group {
             counts,
             starts,
             next,
             ids: open.buffers.ids.at(),
-            sorted: open.buffers.sorted.at(),
+            sorted,
+            places,
+            from: open.buffers.weights.at(),
+            weights,
             experts: experts as i32,
             pairs: pairs as i32,
         };
@@ -212,6 +222,7 @@ impl Cuda {
     ) -> Done {
         let (device, buffers, rows) = (self.device.clone(), &open.buffers, open.pass.rows());
         let (hidden, width) = (gate.cols, gate.rows);
+        let [pairs, _, weights] = sorted(open, rows * self.model.spec.moe.used);
         let tiles = self.list_tiles(open, list, gated_by.tiles.pairs)?;
         let x = self.scratch.shuffled.take(&device, 2 * rows * hidden)?;
         let fours = rows * hidden / 8;
@@ -220,8 +231,8 @@ impl Cuda {
         let into = Pairs {
             x,
             out: self.scratch.inner.at(),
-            weights: buffers.weights.at(),
-            pairs: buffers.sorted.at(),
+            weights,
+            pairs,
             tiles: tiles.tiles,
             count: tiles.count,
             blocks: [gate.at, up.at],
@@ -298,4 +309,9 @@ impl Cuda {
 /// Addresses of the pairs of each expert, where they begin, and the same counted up.
 fn counts(open: &Open, experts: usize) -> [u64; 3] {
     [0, 1, 2].map(|i| open.buffers.counts.at() + 4 * (i * experts) as u64)
+}
+
+/// Addresses of the pass's pairs by ascending expert, of the place of each in that order, and of their weights in it.
+fn sorted(open: &Open, pairs: usize) -> [u64; 3] {
+    [0, 1, 2].map(|i| open.buffers.sorted.at() + 4 * (i * pairs) as u64)
 }

@@ -218,7 +218,7 @@ impl Buffers {
             (&mut self.ids, 4 * used),
             (&mut self.weights, 4 * used),
             (&mut self.order, 4 * used),
-            (&mut self.sorted, 4 * used),
+            (&mut self.sorted, 12 * used),
             (&mut self.share, 4 * rows),
             (&mut self.counts, 12 * spec.moe.experts),
             (&mut self.rotations, 4 * rows * spec.attention.rope_dims),
