@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use cudarc::driver::DriverError;
-use model::{AttentionWeights, GRID, Mixer};
+use model::{AttentionWeights, GRID, Mixer, Spec};
 
 use crate::Cuda;
 use crate::few::{Input, side_by_side};
@@ -174,7 +174,7 @@ impl Cuda {
     fn attn_mix_single(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
         let attention = self.model.spec.attention;
         let blocks = open.blocks;
-        let bytes = 4 * rows.len() * attention.heads * blocks * (attention.head_dim + 2);
+        let bytes = partial_bytes(&self.model.spec, rows.len(), blocks);
         let p = Single {
             shape: self.attention_shape(layer),
             projected: open.buffers.projected.at(),
@@ -196,6 +196,11 @@ impl Cuda {
         let x = Input::Numbers(open.buffers.mixed.at());
         self.mixer_output(open, self.attention_weights(layer).out, rows, x)
     }
+}
+
+/// Bytes of what `rows` single rows leave of every one of `blocks` blocks of keys, before they are joined.
+pub(crate) fn partial_bytes(spec: &Spec, rows: usize, blocks: usize) -> usize {
+    4 * rows * spec.attention.heads * blocks * (spec.attention.head_dim + 2)
 }
 
 /// Blocks of keys that are provided for in passes whose longest sequence has `blocks`: few different numbers, so that a
