@@ -52,18 +52,21 @@ template <class K> struct Ring {
     }
 };
 
-/// Tiles: column after column.
+/// Tiles: column after column of a panel of rows, whose part of `a` stays in the second cache meanwhile.
 template <class K> struct Walk {
-    int rows, count, m, n; // rows of tiles, and all; where this one begins
+    int rows, columns, m, n; // of tiles; where this one begins
     DEVICE Walk of(const Dense &p) {
         Walk walk;
         walk.rows = (p.m + K::ROWS - 1) / K::ROWS;
-        walk.count = walk.rows * ((p.n + K::COLUMNS - 1) / K::COLUMNS);
+        walk.columns = (p.n + K::COLUMNS - 1) / K::COLUMNS;
         return walk;
     }
     DEVICE void go(Walk &walk, int t) {
-        walk.m = t % walk.rows * K::ROWS;
-        walk.n = t / walk.rows * K::COLUMNS;
+        const int PANEL = 4096 / K::ROWS;
+        int first = t / (PANEL * walk.columns) * PANEL, rows = min(PANEL, walk.rows - first);
+        t -= first * walk.columns;
+        walk.m = (first + t % rows) * K::ROWS;
+        walk.n = t / rows * K::COLUMNS;
     }
 };
 
@@ -215,7 +218,7 @@ template <class K> DEVICE void dense(const Dense &p) {
     Walk<K> walk = Walk<K>::of(p);
     bool multiplies = threadIdx.x < K::GROUPS * 128;
     u32 buffer = ring.base + K::PUTS_AT + threadIdx.x / 32 * 2 * PUT_BYTES;
-    for (int t = blockIdx.x; t < walk.count; t += gridDim.x) {
+    for (int t = blockIdx.x; t < walk.rows * walk.columns; t += gridDim.x) {
         Walk<K>::go(walk, t);
         if (multiplies) consume<K>(p, walk, ring, buffer);
         else if (threadIdx.x == K::GROUPS * 128) produce<K>(p, walk, ring);

@@ -45,6 +45,7 @@ struct Prepare {
     queries: u64,
     eps: f32,
     dims: i32,
+    rows: i32,
 }
 
 #[derive(Clone, Copy)]
@@ -128,9 +129,10 @@ impl Cuda {
             queries: if open.single { 0 } else { open.buffers.mixed.at() },
             eps: spec.rms_eps,
             dims: attention.rope_dims as i32,
+            rows: rows.len() as i32,
         };
-        let heads = attention.heads + 2 * attention.kv_heads;
-        let grid = (heads.div_ceil(PREPARE_WARPS), rows.len(), 1);
+        let heads = rows.len() * (attention.heads + 2 * attention.kv_heads);
+        let grid = (heads.div_ceil(PREPARE_WARPS), 1, 1);
         self.device.launch(&self.kernels.attn_prepare, grid, 32 * PREPARE_WARPS, 0, &p)
     }
 
