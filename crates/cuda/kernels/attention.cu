@@ -1,9 +1,8 @@
 // The attention mixer between its projections. DIM: numbers in a head, a multiple of 32 up to 256.
 //
-// Keys and values lie in pages of 256 positions: [attention layer][key, value][kv head][256][DIM], KV_F32 ? f32 : f16.
-// Key blocks lie on the absolute grid of 64 positions.
+// Keys and values lie in pages (`head_in_page`), KV_F32 ? f32 : f16. Key blocks lie on the absolute grid of 64 positions.
 
-const int PAGE = 256, BLOCK = 64;
+const int BLOCK = 64;
 
 #if KV_F32
 typedef float Kv;
@@ -18,10 +17,7 @@ struct Shape {
     int heads, kv_heads, layer, stride; // stride: columns of the projections, q | gate | k | v
 };
 
-/// The numbers of one head in a page: [PAGE][DIM].
-DEVICE Kv *head_of(Kv *page, const Shape &s, int side, int head) {
-    return page + ((long)(s.layer * 2 + side) * s.kv_heads + head) * PAGE * DIM;
-}
+DEVICE Kv *head_of(Kv *page, const Shape &s, int side, int head) { return head_in_page(page, s.layer, side, s.kv_heads, head, DIM); }
 
 struct Rotations {
     const u32 *positions; // [rows]

@@ -6,6 +6,7 @@ use cudarc::driver::DriverError;
 use model::{AttentionWeights, GRID, Mixer, Spec};
 
 use crate::Cuda;
+use crate::dense::Heads;
 use crate::few::{Input, side_by_side};
 use crate::linear::Product;
 use crate::open::{Open, attention_columns};
@@ -109,25 +110,42 @@ impl Cuda {
         let weights = self.attention_weights(layer);
         let matrices = [weights.query, weights.gate, weights.key, weights.value];
         let (projected, stride) = (open.buffers.projected.at(), attention_columns(&self.model.spec));
+        let (shape, spec) = (self.attention_shape(layer), self.model.clone());
+        let (attention, eps) = (&spec.spec.attention, spec.spec.rms_eps);
+        let rotations = open.buffers.rotations.at() + 4 * (rows.start * attention.rope_dims) as u64;
+        let (pages, positions) =
+            (open.tables.row_pages + 8 * rows.start as u64, open.tables.positions + 4 * rows.start as u64);
         if open.single {
             let input = self.few_input(open, layer, &rows);
             self.few(&side_by_side(&matrices, projected), input, stride, false)?;
         } else {
             let x = self.mixer_input(open, layer, &rows)?;
+            let heads = Heads {
+                queries: open.buffers.mixed.at(),
+                norms: [weights.query_norm, weights.key_norm],
+                rotations,
+                pages,
+                positions,
+                eps,
+                heads: attention.heads,
+                kv_heads: attention.kv_heads,
+                layer: shape.layer as usize,
+            };
+            if self.gemm_heads(&matrices, x, (projected, stride), &heads)? {
+                return Ok(());
+            }
             self.gemm(&matrices, x, (projected, stride), Product::Store)?;
         }
-        let spec = &self.model.spec;
-        let attention = &spec.attention;
         let p = Prepare {
-            shape: self.attention_shape(layer),
+            shape,
             projected,
-            rotations: open.buffers.rotations.at() + 4 * (rows.start * attention.rope_dims) as u64,
+            rotations,
             query_norm: weights.query_norm,
             key_norm: weights.key_norm,
-            pages: open.tables.row_pages + 8 * rows.start as u64,
-            positions: open.tables.positions + 4 * rows.start as u64,
+            pages,
+            positions,
             queries: if open.single { 0 } else { open.buffers.mixed.at() },
-            eps: spec.rms_eps,
+            eps,
             dims: attention.rope_dims as i32,
             rows: rows.len() as i32,
         };

@@ -3,6 +3,7 @@
 use cudarc::driver::DriverError;
 
 use crate::Cuda;
+use crate::dense::{DenseKernels, Heads};
 use crate::driver::Function;
 use crate::sources::gemm_stages;
 use crate::weights::Matrix;
@@ -106,6 +107,26 @@ impl Cuda {
         let b = self.decoded(matrices)?;
         let (n, k) = (matrices.iter().map(|m| m.rows).sum::<usize>(), matrices[0].cols);
         self.multiply(product, dense((x.at, x.count), b, (out, stride), (n, k), 0))
+    }
+
+    /// The projections of an attention layer, heads finished, if there is a kernel for that. Returns whether there is.
+    pub(crate) fn gemm_heads(
+        &mut self,
+        matrices: &[Matrix],
+        x: Rows,
+        (out, stride): (u64, usize),
+        heads: &Heads,
+    ) -> Result<bool, DriverError> {
+        let can = DenseKernels::can_finish(&self.model.spec.attention, self.limits.kv);
+        if !can || self.kernels.dense.is_none() {
+            return Ok(false);
+        }
+        let b = self.decoded(matrices)?;
+        let (n, k) = (matrices.iter().map(|m| m.rows).sum::<usize>(), matrices[0].cols);
+        let p = dense((x.at, x.count), b, (out, stride), (n, k), 0);
+        let kernels = self.kernels.dense.as_ref().expect("asked above");
+        kernels.multiply_heads(&self.device, &p, heads)?;
+        Ok(true)
     }
 
     /// out[r] = scale[r] · (SiLU(x[r] gateᵀ) ⊙ (x[r] upᵀ)) downᵀ; `inner` has room for what is multiplied last, as bf16.
