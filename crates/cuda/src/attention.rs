@@ -110,47 +110,54 @@ impl Cuda {
         let weights = self.attention_weights(layer);
         let matrices = [weights.query, weights.gate, weights.key, weights.value];
         let (projected, stride) = (open.buffers.projected.at(), attention_columns(&self.model.spec));
-        let (shape, spec) = (self.attention_shape(layer), self.model.clone());
-        let (attention, eps) = (&spec.spec.attention, spec.spec.rms_eps);
-        let rotations = open.buffers.rotations.at() + 4 * (rows.start * attention.rope_dims) as u64;
-        let (pages, positions) =
-            (open.tables.row_pages + 8 * rows.start as u64, open.tables.positions + 4 * rows.start as u64);
+        let heads = self.heads(open, layer, &rows);
         if open.single {
             let input = self.few_input(open, layer, &rows);
             self.few(&side_by_side(&matrices, projected), input, stride, false)?;
         } else {
             let x = self.mixer_input(open, layer, &rows)?;
-            let heads = Heads {
-                queries: open.buffers.mixed.at(),
-                norms: [weights.query_norm, weights.key_norm],
-                rotations,
-                pages,
-                positions,
-                eps,
-                heads: attention.heads,
-                kv_heads: attention.kv_heads,
-                layer: shape.layer as usize,
-            };
             if self.gemm_heads(&matrices, x, (projected, stride), &heads)? {
                 return Ok(());
             }
             self.gemm(&matrices, x, (projected, stride), Product::Store)?;
         }
-        let p = Prepare {
-            shape,
-            projected,
-            rotations,
-            query_norm: weights.query_norm,
-            key_norm: weights.key_norm,
-            pages,
-            positions,
+        self.prepare(layer, projected, rows.len(), &heads)
+    }
+
+    /// What becomes of the projections of `rows` of a layer. Single rows' queries stay where they are.
+    fn heads(&self, open: &Open, layer: usize, rows: &Range<usize>) -> Heads {
+        let (weights, spec) = (self.attention_weights(layer), &self.model.spec);
+        let attention = &spec.attention;
+        Heads {
             queries: if open.single { 0 } else { open.buffers.mixed.at() },
-            eps,
-            dims: attention.rope_dims as i32,
-            rows: rows.len() as i32,
+            norms: [weights.query_norm, weights.key_norm],
+            rotations: open.buffers.rotations.at() + 4 * (rows.start * attention.rope_dims) as u64,
+            pages: open.tables.row_pages + 8 * rows.start as u64,
+            positions: open.tables.positions + 4 * rows.start as u64,
+            eps: spec.rms_eps,
+            heads: attention.heads,
+            kv_heads: attention.kv_heads,
+            layer: spec.ordinal(layer),
+        }
+    }
+
+    /// Norms, rotation, and the store of keys and values, where products do not do that.
+    fn prepare(&self, layer: usize, projected: u64, rows: usize, heads: &Heads) -> Done {
+        let p = Prepare {
+            shape: self.attention_shape(layer),
+            projected,
+            rotations: heads.rotations,
+            query_norm: heads.norms[0],
+            key_norm: heads.norms[1],
+            pages: heads.pages,
+            positions: heads.positions,
+            queries: heads.queries,
+            eps: heads.eps,
+            dims: self.model.spec.attention.rope_dims as i32,
+            rows: rows as i32,
         };
-        let heads = rows.len() * (attention.heads + 2 * attention.kv_heads);
-        let grid = (heads.div_ceil(PREPARE_WARPS), 1, 1);
+        let warps = rows * (heads.heads + 2 * heads.kv_heads);
+        let grid = (warps.div_ceil(PREPARE_WARPS), 1, 1);
         self.device.launch(&self.kernels.attn_prepare, grid, 32 * PREPARE_WARPS, 0, &p)
     }
 
