@@ -387,7 +387,12 @@ impl Cuda {
             I::Embedded | I::DeltaHidden | I::AttnHidden | I::ExpertsHidden => {
                 of_pass(buffers.hidden.at(), spec.hidden)
             }
-            I::RouteNorm => of_pass(buffers.norm.at(), spec.hidden),
+            I::RouteNorm if open.single => of_pass(buffers.norm.at(), spec.hidden),
+            I::RouteNorm => self.read_rounded(
+                buffers.rounded.at() + 2 * (rows.start * spec.hidden) as u64,
+                count,
+                spec.hidden,
+            ),
             I::SharedOut => of_pass(buffers.sum.at(), spec.hidden),
             I::RouteWeights => of_pass(buffers.weights.at(), spec.moe.used),
             I::RouteIds => {

@@ -64,7 +64,7 @@ pub(crate) struct Buffers {
     tables: Room,
     /// The residual stream: [rows, hidden] f32.
     pub(crate) hidden: Room,
-    /// Normed rows, f32 and bf16: [rows, hidden].
+    /// Normed rows, f32 (of single rows) and bf16: [rows, hidden].
     pub(crate) norm: Room,
     pub(crate) rounded: Room,
     /// Sum of shared and routed experts: [rows, hidden] f32.
