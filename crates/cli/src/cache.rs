@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use engine::Flow;
 use engine::machine::Spare;
 use engine::plan::{Cache, CacheWish, Needs, Plan, Rates, SMALL_ROWS, Writing};
 use experts::{Io, Layout, Loan, Monitor, Options, Stats, Store, reader};
@@ -40,6 +41,8 @@ pub struct Planned {
     pub rates: Rates,
     /// The GPUs that compute.
     pub gpus: Vec<i32>,
+    /// How chunks flow through them, if they do.
+    pub flow: Option<Flow>,
 }
 
 /// How the CPU computes, by the arguments.
@@ -100,7 +103,7 @@ pub fn plan(
     };
     let make = |rates: Rates, io| {
         let plan = Plan::new(model, &needs, spare.as_ref(), &rates)?;
-        Ok::<_, Failure>(Planned { plan, io, rates, gpus: Vec::new() })
+        Ok::<_, Failure>(Planned { plan, io, rates, gpus: Vec::new(), flow: None })
     };
     let resident = make(rates(&calibration, None), Io::Cached)?;
     let disk = match resident.plan.cache {

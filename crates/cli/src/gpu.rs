@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use cuda::PinnedExperts;
+use engine::Flow;
 use engine::machine::{self, Spare};
 use engine::plan::{Cache, CacheWish, Needs, Plan, Rates};
 use experts::{Io, Reader};
@@ -21,8 +22,10 @@ use crate::{cache, open, report};
 const CHUNK: usize = 8192;
 const STREAMED_CHUNK: usize = 16384;
 
-/// Rows in whose time a chunk costs what it costs whatever its rows (one H200, the 80B's layers).
-const CHUNK_COST: usize = 840;
+/// What a chunk costs whatever its rows, in rows, and the position at which attention costs as much as all the rest (one H200,
+/// the 80B's layers).
+const CHUNK_COST: usize = 1450;
+const TWICE: usize = 60_000;
 
 /// The plan of the memory of GPUs for `model`: of what is free there, or of what the arguments allow.
 ///
@@ -91,10 +94,13 @@ fn plan_on(model: &Model, args: &BackendArgs, room: &Room, gpus: Vec<i32>) -> Re
         };
         Plan::new(model, &needs, Some(&spare), &rates)
     };
-    let (chunk, why) = match (args.chunk, several) {
+    let flow = flow(gpus.len()).filter(|_| args.chunk.is_none());
+    let (chunk, why) = match (args.chunk, flow) {
         (Some(chunk), _) => (chunk, "asked for"),
-        (None, true) => (chunk_for(room.prompt, gpus.len()), "they follow each other through the GPUs"),
-        (None, false) => (chunk_for(room.prompt, 1), "large enough for a GPU's products"),
+        (None, Some(flow)) => {
+            (largest(flow, room.prompt), "at most; they follow each other through the GPUs")
+        }
+        (None, None) => (CHUNK, "large enough for a GPU's products"),
     };
     let mut plan = with_chunk(chunk, why)?;
     if args.cache.cache == CacheWish::Full {
@@ -122,23 +128,19 @@ fn plan_on(model: &Model, args: &BackendArgs, room: &Room, gpus: Vec<i32>) -> Re
         IoName::Auto if holds(model) => Io::Cached,
         IoName::Auto => Io::Direct,
     };
-    Ok(Planned { plan, io, rates, gpus })
+    Ok(Planned { plan, io, rates, gpus, flow })
 }
 
-/// Rows of a chunk on so many GPUs that hold the whole model, for a prompt if it is known.
-///
-/// n chunks of c rows take n + gpus − 1 times as long as one, which costs c + [`CHUNK_COST`]: least where c² is prompt · cost
-/// / (gpus − 1). Chunks are alike, so that none waits for a larger one.
-fn chunk_for(prompt: Option<usize>, gpus: usize) -> usize {
-    match prompt {
-        _ if gpus == 1 => CHUNK,
-        Some(prompt) => {
-            let best = (prompt * CHUNK_COST / (gpus - 1)).isqrt().clamp(GRID, CHUNK);
-            let chunks = ((prompt + best / 2) / best).max(prompt.div_ceil(CHUNK)).max(1);
-            prompt.div_ceil(chunks).next_multiple_of(GRID)
-        }
-        None => CHUNK / 2,
-    }
+/// How chunks flow through so many GPUs that hold the whole model, if there are several.
+fn flow(gpus: usize) -> Option<Flow> {
+    (gpus > 1).then_some(Flow { devices: gpus, pass_cost: CHUNK_COST, twice: TWICE })
+}
+
+/// Rows of the largest chunk of a prompt that flows, if it is known.
+fn largest(flow: Flow, prompt: Option<usize>) -> usize {
+    let Some(prompt) = prompt else { return CHUNK / 2 };
+    let cuts = flow.chunks(0, prompt, CHUNK, 1);
+    cuts.iter().map(|cut| cut.len()).max().unwrap_or(GRID).next_multiple_of(GRID)
 }
 
 /// What each GPU needs.
@@ -288,21 +290,15 @@ mod tests {
 
     #[test]
     fn chunks_keep_every_gpu_busy() {
-        assert_eq!(chunk_for(Some(1 << 15), 1), CHUNK);
-        assert_eq!(chunk_for(Some(1 << 17), 2), CHUNK, "large ones are faster");
-        assert_eq!(chunk_for(Some(1 << 15), 2), 5504, "six");
-        assert_eq!(chunk_for(Some(1 << 15), 4), 3008, "eleven");
-        assert_eq!(chunk_for(Some(8192), 2), 2752, "three");
-        assert_eq!(chunk_for(Some(1000), 2), 1024, "one: a second would cost more than it spares");
-        assert_eq!(chunk_for(Some(1), 8), 64);
-        // Nothing around is better, by the formula.
-        for (prompt, gpus) in [(3000_usize, 2), (20_000, 2), (50_000, 3), (65_536, 8)] {
-            let time = |chunk: usize| (prompt.div_ceil(chunk) + gpus - 1) * (chunk + CHUNK_COST);
-            let chosen = chunk_for(Some(prompt), gpus);
-            let best = (GRID..=CHUNK).step_by(GRID).map(time).min().expect("there are some");
-            assert!(time(chosen) * 100 <= best * 102, "{chosen} for {prompt} on {gpus}");
-        }
-        assert_eq!(chunk_for(None, 2), 4096);
+        let chunk = |prompt, gpus| largest(flow(gpus).expect("several"), prompt);
+        assert_eq!(flow(1), None);
+        let cuts = flow(2).expect("several").chunks(0, 1 << 15, chunk(Some(1 << 15), 2), 2);
+        assert_eq!(cuts.iter().map(|cut| cut.len()).collect::<Vec<_>>(), [7808, 7040, 6400, 5952, 5568]);
+        assert_eq!(chunk(Some(1 << 17), 2), CHUNK, "large ones are faster");
+        assert_eq!(chunk(Some(1000), 2), 1024, "one: a second would cost more than it spares");
+        assert_eq!(chunk(Some(1), 8), 64);
+        assert!(chunk(Some(1 << 15), 4) < chunk(Some(1 << 15), 2), "the more GPUs, the more chunks");
+        assert_eq!(chunk(None, 2), 4096);
     }
 
     #[test]

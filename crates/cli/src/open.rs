@@ -126,7 +126,7 @@ pub fn start_for(
     }
     let (experts, monitor) = cache::source(model, &mut *backend, (&args.cache, &planned), fetched)?;
     let options = Options { chunk: planned.plan.chunk, context };
-    let engine = Engine::new(model.clone(), backend, experts, options);
+    let engine = Engine::new(model.clone(), backend, experts, options).flowing(planned.flow);
     Ok(Started { engine, load: began.elapsed(), variant, monitor, plan: planned.plan })
 }
 

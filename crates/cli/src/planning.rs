@@ -25,7 +25,7 @@ pub fn plan(args: &PlanArgs) -> Result<Outcome, Failure> {
     let room = Room { context, positions: context, prompt: args.prompt, lasting: args.prompt.is_none() };
     let on_gpu = args.backend.backend == BackendName::Cuda;
     let spare = if on_gpu { None } else { cache::spare(&args.backend.cache) };
-    let Planned { plan, io, rates, gpus } = cache::plan(&model, &args.backend, &room, spare.clone())?;
+    let Planned { plan, io, rates, gpus, .. } = cache::plan(&model, &args.backend, &room, spare.clone())?;
     let spare = if on_gpu { Some(gpu::spare(&args.backend, &gpus)?) } else { spare };
     let mut out = std::io::stdout().lock();
     if args.json {

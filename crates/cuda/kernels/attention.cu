@@ -1,9 +1,8 @@
 // The attention mixer between its projections. DIM: numbers in a head, a multiple of 32 up to 256.
 //
-// Keys and values lie in pages of 256 positions: [attention layer][key, value][kv head][256][DIM], KV_F32 ? f32 : f16.
-// Key blocks lie on the absolute grid of 64 positions.
+// Keys and values lie in pages (`head_in_page`), KV_F32 ? f32 : f16. Key blocks lie on the absolute grid of 64 positions.
 
-const int PAGE = 256, BLOCK = 64;
+const int BLOCK = 64;
 
 #if KV_F32
 typedef float Kv;
@@ -18,10 +17,7 @@ struct Shape {
     int heads, kv_heads, layer, stride; // stride: columns of the projections, q | gate | k | v
 };
 
-/// The numbers of one head in a page: [PAGE][DIM].
-DEVICE Kv *head_of(Kv *page, const Shape &s, int side, int head) {
-    return page + ((long)(s.layer * 2 + side) * s.kv_heads + head) * PAGE * DIM;
-}
+DEVICE Kv *head_of(Kv *page, const Shape &s, int side, int head) { return head_in_page(page, s.layer, side, s.kv_heads, head, DIM); }
 
 struct Rotations {
     const u32 *positions; // [rows]
@@ -43,58 +39,96 @@ KERNEL void attn_rotations(Rotations p) {
 
 struct Prepare {
     Shape shape;
-    float *projected;       // [rows, stride]; queries and keys are normed and rotated in place
+    float *projected;       // [rows, stride]; keys are normed and rotated in place, and queries that are not put down as f16
     const float *rotations; // [rows, dims]
     const float *query_norm, *key_norm; // [DIM]
     Kv *const *const *pages; // of each row: the pages of its sequence
     const u32 *positions;    // of each row
-    u16 *queries;            // [rows, heads · DIM]: once more as f16, where they are multiplied so
+    u16 *queries;            // [rows, heads · DIM]: as f16, where they are multiplied so; may be null
     float eps;
-    int dims;
+    int dims, rows;
 };
 
-const int PREPARE_WARPS = 8;
+// A lane of `attn_prepare` has EACH times WIDE neighbouring numbers of a head.
+const int PREPARE_WARPS = 8, WIDE = DIM >= 128 ? 4 : DIM / 32, EACH = DIM / 32 / WIDE;
 
-/// Norms, rotation, and the store of keys and values, a warp a head. Grid: (heads + 2 kv heads by PREPARE_WARPS, rows).
+template <class T> struct __align__(sizeof(T) * WIDE) Wide {
+    T x[WIDE];
+};
+
+/// Norms, rotation, and the store of keys and values, a warp a head of a row. Grid: rows · (heads + 2 kv heads) / PREPARE_WARPS.
 KERNEL __launch_bounds__(PREPARE_WARPS * 32) void attn_prepare(Prepare p) {
-    const int EACH = DIM / 32; // numbers of a lane: lane, lane + 32, …
-    __shared__ float room[PREPARE_WARPS][DIM];
+    __shared__ __align__(16) float room[PREPARE_WARPS][DIM];
     next();
-    previous();
     const Shape &s = p.shape;
-    int lane = threadIdx.x % 32, head = blockIdx.x * PREPARE_WARPS + threadIdx.x / 32;
-    if (head >= s.heads + 2 * s.kv_heads) return;
-    long row = blockIdx.y;
+    int lane = threadIdx.x % 32, heads = s.heads + 2 * s.kv_heads, half = p.dims / 2;
+    u32 index = blockIdx.x * PREPARE_WARPS + threadIdx.x / 32, row = index / heads;
+    int head = index - row * heads;
+    if (row >= p.rows) return;
     bool query = head < s.heads, key = !query && head < s.heads + s.kv_heads;
-    // Gates lie between queries and keys.
-    float *at = p.projected + row * s.stride + (query ? head : s.heads + head) * DIM, x[EACH];
+    // Numbers of heads follow each other; gates lie between queries and keys.
+    Wide<float> *at = (Wide<float> *)(p.projected + (long)row * s.stride + (query ? head : s.heads + head) * DIM) + lane, x[EACH];
+    const float *turn = p.rotations + row * p.dims + lane;
+    previous();
 #pragma unroll
-    for (int j = 0; j < EACH; j++) x[j] = at[j * 32 + lane];
+    for (int j = 0; j < EACH; j++) x[j] = at[j * 32];
     if (query || key) {
-        const float *norm = query ? p.query_norm : p.key_norm;
+        // Of the first pair that this lane rotates.
+        float cosine = 0.0f, sine = 0.0f;
+        if (lane < half) cosine = turn[0], sine = turn[half];
+        const Wide<float> *norm = (const Wide<float> *)(query ? p.query_norm : p.key_norm) + lane;
         float *numbers = room[threadIdx.x / 32], squares = 0.0f;
 #pragma unroll
-        for (int j = 0; j < EACH; j++) squares += x[j] * x[j];
-        float factor = 1.0f / sqrtf(warp_sum(squares) / (float)DIM + p.eps);
+        for (int j = 0; j < EACH; j++) {
 #pragma unroll
-        for (int j = 0; j < EACH; j++) numbers[j * 32 + lane] = x[j] *= factor * norm[j * 32 + lane];
-        __syncwarp();
-        const float *cosines = p.rotations + row * p.dims, *sines = cosines + p.dims / 2;
+            for (int k = 0; k < WIDE; k++) squares += x[j].x[k] * x[j].x[k];
+        }
+        float factor = rsqrtf(warp_sum(squares) * (1.0f / DIM) + p.eps);
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
-            int i = j * 32 + lane, half = p.dims / 2;
-            if (i < half) x[j] = x[j] * cosines[i] - numbers[i + half] * sines[i];
-            else if (i < p.dims) x[j] = x[j] * cosines[i - half] + numbers[i - half] * sines[i - half];
-            at[i] = x[j];
-            if (query && p.queries) p.queries[(row * s.heads + head) * DIM + i] = (u16)f16_pair(x[j], 0.0f);
+            Wide<float> w = norm[j * 32];
+#pragma unroll
+            for (int k = 0; k < WIDE; k++) x[j].x[k] *= factor * w.x[k];
+            if (j * 32 * WIDE < p.dims) ((Wide<float> *)numbers)[j * 32 + lane] = x[j];
         }
+        __syncwarp();
+#pragma unroll 1
+        for (int i = lane; i < half; i += 32) {
+            float a = numbers[i], b = numbers[i + half];
+            numbers[i] = a * cosine - b * sine;
+            numbers[i + half] = b * cosine + a * sine;
+            if (i + 32 < half) turn += 32, cosine = turn[0], sine = turn[half];
+        }
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            if (j * 32 * WIDE < p.dims) x[j] = ((Wide<float> *)numbers)[j * 32 + lane];
+        }
+    }
+    if (query && p.queries) {
+        Wide<u16> *to = (Wide<u16> *)(p.queries + ((long)row * s.heads + head) * DIM) + lane;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            Wide<u16> rounded;
+#pragma unroll
+            for (int k = 0; k < WIDE; k++) rounded.x[k] = (u16)f16_pair(x[j].x[k], 0.0f);
+            to[j * 32] = rounded;
+        }
+    } else if (query || key) {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) at[j * 32] = x[j];
     }
     if (!query) {
         u32 position = p.positions[row];
-        int kv_head = key ? head - s.heads : head - s.heads - s.kv_heads;
-        Kv *to = head_of(p.pages[row][position / PAGE], s, key ? 0 : 1, kv_head) + (long)(position % PAGE) * DIM;
+        Kv *page = p.pages[row][position / PAGE];
+        Wide<Kv> *to = (Wide<Kv> *)(head_of(page, s, key ? 0 : 1, head - s.heads - (key ? 0 : s.kv_heads)) + (position % PAGE) * DIM) + lane;
 #pragma unroll
-        for (int j = 0; j < EACH; j++) kv_store(to + j * 32 + lane, x[j]);
+        for (int j = 0; j < EACH; j++) {
+            Wide<Kv> stored;
+#pragma unroll
+            for (int k = 0; k < WIDE; k++) kv_store(&stored.x[k], x[j].x[k]);
+            to[j * 32] = stored;
+        }
     }
 }
 

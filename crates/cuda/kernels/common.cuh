@@ -15,6 +15,14 @@ DEVICE const u8 *expert_at(const u8 *first, long stride, const u64 *places, u32 
     return places ? (const u8 *)places[expert] : first + expert * stride;
 }
 
+/// Positions of a page of keys and values: [attention layer][key, value][kv head][PAGE][dim].
+const int PAGE = 256;
+
+/// The numbers of one head in a page, keys (side 0) or values (1): [PAGE][dim].
+template <class T> DEVICE T *head_in_page(T *page, int layer, int side, int kv_heads, int head, int dim) {
+    return page + ((long)(layer * 2 + side) * kv_heads + head) * PAGE * dim;
+}
+
 /// The next kernel may begin as far as it does not depend on this one.
 DEVICE void next() {
 #if __CUDA_ARCH__ >= 900

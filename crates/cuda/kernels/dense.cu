@@ -52,18 +52,21 @@ template <class K> struct Ring {
     }
 };
 
-/// Tiles: column after column.
+/// Tiles: column after column of a panel of rows, whose part of `a` stays in the second cache meanwhile.
 template <class K> struct Walk {
-    int rows, count, m, n; // rows of tiles, and all; where this one begins
+    int rows, columns, m, n; // of tiles; where this one begins
     DEVICE Walk of(const Dense &p) {
         Walk walk;
         walk.rows = (p.m + K::ROWS - 1) / K::ROWS;
-        walk.count = walk.rows * ((p.n + K::COLUMNS - 1) / K::COLUMNS);
+        walk.columns = (p.n + K::COLUMNS - 1) / K::COLUMNS;
         return walk;
     }
     DEVICE void go(Walk &walk, int t) {
-        walk.m = t % walk.rows * K::ROWS;
-        walk.n = t / walk.rows * K::COLUMNS;
+        const int PANEL = 4096 / K::ROWS;
+        int first = t / (PANEL * walk.columns) * PANEL, rows = min(PANEL, walk.rows - first);
+        t -= first * walk.columns;
+        walk.m = (first + t % rows) * K::ROWS;
+        walk.n = t / rows * K::COLUMNS;
     }
 };
 
@@ -107,54 +110,87 @@ DEVICE void store_shared(u32 at, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
 }
 
-/// Stores 16 rows of a warp's sums, of which it has the first at (row, n), by way of the warp's two buffers, of which
-/// `buffer` is the next.
-template <class K> DEVICE void put(const Dense &p, const float *c, int row, int n, u32 &buffer) {
-    const int PUT_COLUMNS = K::THEN == GATED ? 64 : 32, EIGHTS = PUT_COLUMNS / 8;
+/// A warp's buffer for sums on their way out, once its last store has read it.
+DEVICE u32 free_buffer(u32 buffer) {
+    stores_wait<1>();
+    __syncwarp();
+    return buffer + threadIdx.x % 32 / 4 * ROW_BYTES;
+}
+
+/// Sends what all lanes have put into a warp's buffer to (row, column) of a matrix, and turns to the other buffer.
+template <bool ADDS> DEVICE void send(const Map &map, int row, int column, u32 &buffer) {
+    copies_see_stores();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        if (ADDS) {
+            asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];"
+                         ::"l"(&map), "r"(column), "r"(row), "r"(buffer) : "memory");
+        } else {
+            asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+                         ::"l"(&map), "r"(column), "r"(row), "r"(buffer) : "memory");
+        }
+    }
+    stores_commit();
+    buffer ^= PUT_BYTES;
+}
+
+/// Stores 16 rows of a warp as f32, the first at (row, n), up to column `end`: `of` gives of the lane's rows lane / 4 (half 0) and
+/// lane / 4 + 8 two neighbouring numbers of every eight. They go by way of the warp's two buffers, of which `buffer` is the next.
+template <bool ADDS, int EIGHTS, class F> DEVICE void put_floats(const Map &map, int row, int n, int end, u32 &buffer, const F &of) {
     int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int part = 0; part < EIGHTS / 4; part++) {
+        if (n + part * 32 >= end) continue;
+        u32 to = free_buffer(buffer);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float2 x = of(part * 4 + j, half);
+                u32 chunk = (2 * j + lane % 4 / 2) ^ lane / 4;
+                store_shared(to + half * 8 * ROW_BYTES + chunk * 16 + lane % 2 * 8, x.x, x.y);
+            }
+        }
+        send<ADDS>(map, row, n + part * 32, buffer);
+    }
+}
+
+/// The same as pairs of 16 bits, which `of` gives.
+template <int EIGHTS, class F> DEVICE void put_pairs(const Map &map, int row, int n, int end, u32 &buffer, const F &of) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int part = 0; part < EIGHTS / 8; part++) {
+        if (n + part * 64 >= end) continue;
+        u32 to = free_buffer(buffer);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                store_shared(to + half * 8 * ROW_BYTES + (j ^ lane / 4) * 16 + lane % 4 * 4, of(part * 8 + j, half));
+            }
+        }
+        send<false>(map, row, n + part * 64, buffer);
+    }
+}
+
+/// Stores 16 rows of a warp's sums.
+template <class K> DEVICE void put(const Dense &p, const float *c, int row, int n, u32 &buffer) {
+    if (K::THEN == GATED) {
+        return put_pairs<K::COLUMNS / 8>(p.out, row, n, p.n, buffer, [&](int j, int half) {
+            const float *gate = c + 4 * j + 2 * half, *up = gate + K::WIDTH / 4;
+            return bf16_pair(silu(gate[0]) * up[0], silu(gate[1]) * up[1]);
+        });
+    }
     float scale[2] = {1.0f, 1.0f};
     if (K::THEN == SCALE) {
         for (int half = 0; half < 2; half++) {
-            int r = row + half * 8 + lane / 4;
+            int r = row + half * 8 + threadIdx.x % 32 / 4;
             if (r < p.m) scale[half] = p.scale[r];
         }
     }
-#pragma unroll
-    for (int part = 0; part < K::COLUMNS / PUT_COLUMNS; part++) {
-        if (n + part * PUT_COLUMNS >= p.n) continue;
-        stores_wait<1>(); // the buffer's last store has read it
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < EIGHTS; j++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float *sum = c + 4 * (part * EIGHTS + j) + 2 * half;
-                u32 at = buffer + (half * 8 + lane / 4) * ROW_BYTES;
-                if (K::THEN == GATED) {
-                    const float *up = sum + K::WIDTH / 4;
-                    u32 pair = bf16_pair(silu(sum[0]) * up[0], silu(sum[1]) * up[1]);
-                    store_shared(at + (j ^ lane / 4) * 16 + lane % 4 * 4, pair);
-                } else {
-                    u32 chunk = (2 * j + lane % 4 / 2) ^ lane / 4;
-                    store_shared(at + chunk * 16 + lane % 2 * 8, sum[0] * scale[half], sum[1] * scale[half]);
-                }
-            }
-        }
-        copies_see_stores();
-        __syncwarp();
-        if (lane == 0) {
-            int column = n + part * PUT_COLUMNS;
-            if (K::THEN == ADD) {
-                asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];"
-                             ::"l"(&p.out), "r"(column), "r"(row), "r"(buffer) : "memory");
-            } else {
-                asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
-                             ::"l"(&p.out), "r"(column), "r"(row), "r"(buffer) : "memory");
-            }
-        }
-        stores_commit();
-        buffer ^= PUT_BYTES;
-    }
+    put_floats<K::THEN == ADD, K::COLUMNS / 8>(p.out, row, n, p.n, buffer, [&](int j, int half) {
+        return make_float2(c[4 * j + 2 * half] * scale[half], c[4 * j + 2 * half + 1] * scale[half]);
+    });
 }
 
 /// Waits until the ring's next stage is full, and returns where it is.
@@ -172,8 +208,8 @@ template <class K> DEVICE void products(float *c, u32 a, u32 b) {
     for (int part = 0; part < STEP / 16; part++) multiply_tile<K::WIDTH>(c, from_a + 2 * part, from_b + 2 * part);
 }
 
-/// Multiplies all steps of a tile as they come, and stores the sums.
-template <class K> DEVICE void consume(const Dense &p, const Walk<K> &tile, Ring<K> &ring, u32 &buffer) {
+/// Multiplies all steps of a tile as they come, and calls `finish` with a warp's sums of 16 rows, of which the first are at (row, n).
+template <class K, class F> DEVICE void consume(const Dense &p, const Walk<K> &tile, Ring<K> &ring, const F &finish) {
     int group = threadIdx.x / 128, warp = threadIdx.x / 32;
     float c[K::WIDTH / 2];
 #pragma unroll
@@ -196,11 +232,13 @@ template <class K> DEVICE void consume(const Dense &p, const Walk<K> &tile, Ring
     products_wait<0>();
     free_step<K>(freed);
     int row = tile.m + warp * 16;
-    if (row < p.m) put<K>(p, c, row, tile.n, buffer);
+    if (row < p.m) finish(c, row, tile.n);
 }
 
-/// Blocks of the grid take tiles in turns.
-template <class K> DEVICE void dense(const Dense &p) {
+DEVICE void prefetch(const Map &map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
+/// Blocks of the grid take tiles in turns. `finish` is also told where its warp's next buffer is.
+template <class K, class F> DEVICE void dense(const Dense &p, const F &finish) {
     extern __shared__ __align__(1024) u8 shared[];
     Ring<K> ring = {shared_address(shared), 0, 0};
     if (threadIdx.x == 0) {
@@ -209,19 +247,24 @@ template <class K> DEVICE void dense(const Dense &p) {
             barrier_init(ring.base + K::BARRIERS_AT + 16 * i + 8, K::GROUPS * 4);
         }
         barriers_made();
+        prefetch(p.a[0]), prefetch(p.b[0]), prefetch(p.out);
     }
     __syncthreads();
     previous();
     Walk<K> walk = Walk<K>::of(p);
     bool multiplies = threadIdx.x < K::GROUPS * 128;
     u32 buffer = ring.base + K::PUTS_AT + threadIdx.x / 32 * 2 * PUT_BYTES;
-    for (int t = blockIdx.x; t < walk.count; t += gridDim.x) {
+    for (int t = blockIdx.x; t < walk.rows * walk.columns; t += gridDim.x) {
         Walk<K>::go(walk, t);
-        if (multiplies) consume<K>(p, walk, ring, buffer);
+        if (multiplies) consume<K>(p, walk, ring, [&](const float *c, int row, int n) { finish(c, row, n, buffer); });
         else if (threadIdx.x == K::GROUPS * 128) produce<K>(p, walk, ring);
     }
     next();
     if (multiplies) stores_wait<0>(); // shared memory stays until they have read it
+}
+
+template <class K> DEVICE void dense(const Dense &p) {
+    dense<K>(p, [&](const float *c, int row, int n, u32 &buffer) { put<K>(p, c, row, n, buffer); });
 }
 
 template <Then THEN> using Large = Kind<THEN, 2, 256>;

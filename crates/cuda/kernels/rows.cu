@@ -9,42 +9,61 @@ struct Norm {
     u16 *split;          // the same as [rows, 2, cols], low and high, bf16; may be null
     const float *dot;    // [cols]; may be null
     float *share;        // sigmoid(out · dot) of each row
-    int cols;
+    int rows, cols;
     float eps;
 };
 
 DEVICE float dot4(float4 a, float4 b) { return (a.x * b.x + a.y * b.y) + (a.z * b.z + a.w * b.w); }
 
-/// x / sqrt(mean(x²) + eps) · weight. Grid: rows; a thread takes four numbers at a time.
-KERNEL void rms_norm(Norm p) {
-    __shared__ float room[32];
-    long row = blockIdx.x;
-    int step = blockDim.x * 4;
+const int NORM_WARPS = 4, HELD = 16; // warps of a block, and fours of a row that a lane holds
+
+/// x / sqrt(mean(x²) + eps) · weight, a warp a row, a lane four numbers of every 128. Grid: rows / NORM_WARPS.
+KERNEL __launch_bounds__(NORM_WARPS * 32, 4) void rms_norm(Norm p) {
+    int lane = threadIdx.x % 32, row = blockIdx.x * NORM_WARPS + threadIdx.x / 32;
+    previous();
+    next();
+    if (row >= p.rows) return;
     const float *x = p.x + (p.index ? (long)p.index[row] : row) * p.cols;
-    float squares = 0.0f;
-    for (int i = threadIdx.x * 4; i < p.cols; i += step) {
+    float4 held[HELD];
+    float squares = 0.0f, share = 0.0f;
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+        int i = (j * 32 + lane) * 4;
+        held[j] = i < p.cols ? *(const float4 *)(x + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+#pragma unroll
+    for (int j = 0; j < HELD; j++) squares += dot4(held[j], held[j]);
+    // What is not held is read twice.
+    for (int i = (HELD * 32 + lane) * 4; i < p.cols; i += 128) {
         float4 v = *(const float4 *)(x + i);
         squares += dot4(v, v);
     }
-    float scale = 1.0f / sqrtf(block_sum(squares, room) / (float)p.cols + p.eps), share = 0.0f;
-    for (int i = threadIdx.x * 4; i < p.cols; i += step) {
-        float4 v = *(const float4 *)(x + i), w = *(const float4 *)(p.weight + i);
+    float scale = 1.0f / sqrtf(warp_sum(squares) / (float)p.cols + p.eps);
+    auto put = [&](int i, float4 v) {
+        float4 w = *(const float4 *)(p.weight + i);
         float4 y = make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
         uint2 high = make_uint2(bf16_pair(y.x, y.y), bf16_pair(y.z, y.w));
-        if (p.out) *(float4 *)(p.out + row * p.cols + i) = y;
-        if (p.rounded) *(uint2 *)(p.rounded + row * p.cols + i) = high;
+        long at = (long)row * p.cols + i;
+        if (p.out) *(float4 *)(p.out + at) = y;
+        if (p.rounded) *(uint2 *)(p.rounded + at) = high;
         if (p.split) {
-            u16 *to = p.split + row * 2 * p.cols + i;
+            u16 *to = p.split + at + (long)row * p.cols;
             *(uint2 *)(to + p.cols) = high;
             float4 low = make_float4(y.x - bf16_value((u16)high.x), y.y - bf16_value((u16)(high.x >> 16)),
                                      y.z - bf16_value((u16)high.y), y.w - bf16_value((u16)(high.y >> 16)));
             *(uint2 *)to = make_uint2(bf16_pair(low.x, low.y), bf16_pair(low.z, low.w));
         }
         if (p.dot) share += dot4(y, *(const float4 *)(p.dot + i));
+    };
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+        int i = (j * 32 + lane) * 4;
+        if (i < p.cols) put(i, held[j]);
     }
+    for (int i = (HELD * 32 + lane) * 4; i < p.cols; i += 128) put(i, *(const float4 *)(x + i));
     if (p.dot) {
-        share = block_sum(share, room);
-        if (threadIdx.x == 0) p.share[row] = sigmoid(share);
+        share = warp_sum(share);
+        if (lane == 0) p.share[row] = sigmoid(share);
     }
 }
 

@@ -23,6 +23,19 @@ template <int COUNT> DEVICE void words_at(const u8 *from, u32 out[COUNT]) {
     }
 }
 
+/// The same from any address; also reads up to three bytes before them.
+template <int COUNT> DEVICE void words_anywhere(const u8 *from, u32 out[COUNT]) {
+    u32 odd = shared_address(from) & 3;
+    const u32 *at = (const u32 *)(from - odd);
+    u32 before = at[0];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        u32 after = at[i + 1];
+        out[i] = __funnelshift_r(before, after, 8 * odd);
+        before = after;
+    }
+}
+
 /// a · b + c of two bf16 each.
 DEVICE u32 fma_pair(u32 a, u32 b, u32 c) {
     u32 out;
@@ -53,6 +66,9 @@ DEVICE Scale scale_of(float scale, float min, float middle) {
     s.rest = bf16_pair(rest, rest);
     return s;
 }
+
+/// By a scale that is a bf16: products are exact.
+DEVICE u32 scaled_by(u32 numbers, u32 scale) { return fma_pair(numbers, scale, 0x80008000u); }
 
 DEVICE u32 scaled(u32 numbers, const Scale &s) { return fma_pair(numbers, s.high, fma_pair(numbers, s.low, s.rest)); }
 
@@ -149,17 +165,16 @@ template <> struct Run<Q8_0> {
     DEVICE void fill_table(u32 *) {}
     DEVICE void decode(const u8 *row, u32 run, const u32 *, u32 out[16]) {
         const u8 *block = row + run * Q8_0::BYTES;
-        float d = half_at(block, 0);
+        float d = half_at(block, 0), off = d * -(32768.0f + 128.0f);
         u32 words[8];
         words_at<8>(block + 2, words);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
+            // Byte b within a float is 32768 + b, and both factors of what is taken off are short: w is exact.
             u32 bytes = words[i] ^ 0x80808080u;
             float w[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                w[j] = d * (__uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440 + j)) - 8388736.0f);
-            }
+            for (int j = 0; j < 4; j++) w[j] = fmaf(__uint_as_float(__byte_perm(bytes, 0x47000000u, 0x7404 + 16 * j)), d, off);
             out[2 * i] = bf16_pair(w[0], w[1]), out[2 * i + 1] = bf16_pair(w[2], w[3]);
         }
     }
@@ -416,18 +431,22 @@ template <> struct Run<IQ3_S> {
     }
 };
 
-/// Nibbles in a table of pairs of values.
-DEVICE void uneven_run(u32 both[4], const u32 *table, const Scale &s, u32 out[16]) {
+/// Nibbles in a table of pairs of values, each pair scaled by `by`.
+template <class F> DEVICE void uneven_run(u32 both[4], const u32 *table, const F &by, u32 out[16]) {
     const u32 *own = table + own_copy();
 #pragma unroll
     for (int i = 0; i < 4; i++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 four = both[i] >> (4 * half) & 0x0f0f0f0fu, pairs = four | four >> 4;
-            out[8 * half + 2 * i] = scaled(own[(pairs & 255) * COPIES], s);
-            out[8 * half + 2 * i + 1] = scaled(own[(pairs >> 16 & 255) * COPIES], s);
+            out[8 * half + 2 * i] = by(own[(pairs & 255) * COPIES]);
+            out[8 * half + 2 * i + 1] = by(own[(pairs >> 16 & 255) * COPIES]);
         }
     }
+}
+
+DEVICE void uneven_run(u32 both[4], const u32 *table, const Scale &s, u32 out[16]) {
+    uneven_run(both, table, [&](u32 numbers) { return scaled(numbers, s); }, out);
 }
 
 template <> struct Run<IQ4_NL> {
@@ -459,11 +478,10 @@ template <> struct Run<MXFP4> {
     DEVICE void decode(const u8 *row, u32 run, const u32 *table, u32 out[16]) {
         const u8 *block = row + run * MXFP4::BYTES;
         u32 e = block[0], both[4];
-        for (int i = 0; i < 4; i++) {
-            const u8 *at = block + 1 + 4 * i;
-            both[i] = at[0] | at[1] << 8 | at[2] << 16 | (u32)at[3] << 24;
-        }
-        uneven_run(both, table, scale_of(__uint_as_float(e < 2 ? 1u << (21 + e) : (e - 1) << 23), 0.0f), out);
+        words_anywhere<4>(block + 1, both);
+        float scale = __uint_as_float(e < 2 ? 1u << (21 + e) : (e - 1) << 23);
+        u32 pair = bf16_pair(scale, scale);
+        uneven_run(both, table, [&](u32 numbers) { return scaled_by(numbers, pair); }, out);
     }
 };
 

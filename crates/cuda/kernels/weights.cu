@@ -82,11 +82,13 @@ struct DecodeSplit {
 /// A matrix as sums of two bf16: [rows, 2, cols], high and low. Against activations that are sums of two, their
 /// products are those of f32 but for 2^-17 without low · low.
 KERNEL void decode_split(DecodeSplit p) {
+    next();
     long index = (long)blockIdx.x * blockDim.x + threadIdx.x, per_row = p.cols / 8;
     if (index >= p.rows * per_row) return;
     float w[8], low[8];
     decode_group(p.from, index, w);
     for (int i = 0; i < 8; i++) low[i] = w[i] - bf16_value(bf16(w[i]));
+    previous();
     uint4 *row = (uint4 *)p.to + index / per_row * 2 * per_row + index % per_row;
     row[0] = round_group(w);
     row[per_row] = round_group(low);

@@ -3,9 +3,10 @@
 use std::ops::Range;
 
 use cudarc::driver::DriverError;
-use model::{AttentionWeights, GRID, Mixer};
+use model::{AttentionWeights, GRID, Mixer, Spec};
 
 use crate::Cuda;
+use crate::dense::Heads;
 use crate::few::{Input, side_by_side};
 use crate::linear::Product;
 use crate::open::{Open, attention_columns};
@@ -45,6 +46,7 @@ struct Prepare {
     queries: u64,
     eps: f32,
     dims: i32,
+    rows: i32,
 }
 
 #[derive(Clone, Copy)]
@@ -108,29 +110,54 @@ impl Cuda {
         let weights = self.attention_weights(layer);
         let matrices = [weights.query, weights.gate, weights.key, weights.value];
         let (projected, stride) = (open.buffers.projected.at(), attention_columns(&self.model.spec));
+        let heads = self.heads(open, layer, &rows);
         if open.single {
             let input = self.few_input(open, layer, &rows);
             self.few(&side_by_side(&matrices, projected), input, stride, false)?;
         } else {
             let x = self.mixer_input(open, layer, &rows)?;
+            if self.gemm_heads(&matrices, x, (projected, stride), &heads)? {
+                return Ok(());
+            }
             self.gemm(&matrices, x, (projected, stride), Product::Store)?;
         }
-        let spec = &self.model.spec;
+        self.prepare(layer, projected, rows.len(), &heads)
+    }
+
+    /// What becomes of the projections of `rows` of a layer. Single rows' queries stay where they are.
+    fn heads(&self, open: &Open, layer: usize, rows: &Range<usize>) -> Heads {
+        let (weights, spec) = (self.attention_weights(layer), &self.model.spec);
         let attention = &spec.attention;
+        Heads {
+            queries: if open.single { 0 } else { open.buffers.mixed.at() },
+            norms: [weights.query_norm, weights.key_norm],
+            rotations: open.buffers.rotations.at() + 4 * (rows.start * attention.rope_dims) as u64,
+            pages: open.tables.row_pages + 8 * rows.start as u64,
+            positions: open.tables.positions + 4 * rows.start as u64,
+            eps: spec.rms_eps,
+            heads: attention.heads,
+            kv_heads: attention.kv_heads,
+            layer: spec.ordinal(layer),
+        }
+    }
+
+    /// Norms, rotation, and the store of keys and values, where products do not do that.
+    fn prepare(&self, layer: usize, projected: u64, rows: usize, heads: &Heads) -> Done {
         let p = Prepare {
             shape: self.attention_shape(layer),
             projected,
-            rotations: open.buffers.rotations.at() + 4 * (rows.start * attention.rope_dims) as u64,
-            query_norm: weights.query_norm,
-            key_norm: weights.key_norm,
-            pages: open.tables.row_pages + 8 * rows.start as u64,
-            positions: open.tables.positions + 4 * rows.start as u64,
-            queries: if open.single { 0 } else { open.buffers.mixed.at() },
-            eps: spec.rms_eps,
-            dims: attention.rope_dims as i32,
+            rotations: heads.rotations,
+            query_norm: heads.norms[0],
+            key_norm: heads.norms[1],
+            pages: heads.pages,
+            positions: heads.positions,
+            queries: heads.queries,
+            eps: heads.eps,
+            dims: self.model.spec.attention.rope_dims as i32,
+            rows: rows as i32,
         };
-        let heads = attention.heads + 2 * attention.kv_heads;
-        let grid = (heads.div_ceil(PREPARE_WARPS), rows.len(), 1);
+        let warps = rows * (heads.heads + 2 * heads.kv_heads);
+        let grid = (warps.div_ceil(PREPARE_WARPS), 1, 1);
         self.device.launch(&self.kernels.attn_prepare, grid, 32 * PREPARE_WARPS, 0, &p)
     }
 
@@ -174,7 +201,7 @@ impl Cuda {
     fn attn_mix_single(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
         let attention = self.model.spec.attention;
         let blocks = open.blocks;
-        let bytes = 4 * rows.len() * attention.heads * blocks * (attention.head_dim + 2);
+        let bytes = partial_bytes(&self.model.spec, rows.len(), blocks);
         let p = Single {
             shape: self.attention_shape(layer),
             projected: open.buffers.projected.at(),
@@ -196,6 +223,11 @@ impl Cuda {
         let x = Input::Numbers(open.buffers.mixed.at());
         self.mixer_output(open, self.attention_weights(layer).out, rows, x)
     }
+}
+
+/// Bytes of what `rows` single rows leave of every one of `blocks` blocks of keys, before they are joined.
+pub(crate) fn partial_bytes(spec: &Spec, rows: usize, blocks: usize) -> usize {
+    4 * rows * spec.attention.heads * blocks * (spec.attention.head_dim + 2)
 }
 
 /// Blocks of keys that are provided for in passes whose longest sequence has `blocks`: few different numbers, so that a

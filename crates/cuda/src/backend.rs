@@ -387,7 +387,12 @@ impl Cuda {
             I::Embedded | I::DeltaHidden | I::AttnHidden | I::ExpertsHidden => {
                 of_pass(buffers.hidden.at(), spec.hidden)
             }
-            I::RouteNorm => of_pass(buffers.norm.at(), spec.hidden),
+            I::RouteNorm if open.single => of_pass(buffers.norm.at(), spec.hidden),
+            I::RouteNorm => self.read_rounded(
+                buffers.rounded.at() + 2 * (rows.start * spec.hidden) as u64,
+                count,
+                spec.hidden,
+            ),
             I::SharedOut => of_pass(buffers.sum.at(), spec.hidden),
             I::RouteWeights => of_pass(buffers.weights.at(), spec.moe.used),
             I::RouteIds => {
@@ -400,7 +405,9 @@ impl Cuda {
             I::DeltaZ => of_delta(channels, delta.value_dim()),
             I::DeltaBetaAlpha => of_delta(channels + delta.value_dim(), 2 * delta.value_heads),
             I::DeltaMixed => mixed(delta.value_dim()),
-            I::AttnQuery => of_attention(0, queries),
+            I::AttnQuery if open.single => of_attention(0, queries),
+            // Rows among others are put down for their products only.
+            I::AttnQuery => self.read_half(buffers.mixed.at(), count, queries),
             I::AttnGate => of_attention(queries, queries),
             I::AttnKey => of_attention(2 * queries, keys),
             I::AttnValue => of_attention(2 * queries + keys, keys),

@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 
 use cudarc::driver::{DriverError, sys};
+use model::{AttentionSpec, KvType};
 
 use crate::driver::{Buffer, Device, Function, Module, failed};
 use crate::error::Result;
@@ -24,9 +25,19 @@ struct Kind {
 
 const KINDS: [Kind; 3] = [
     Kind { groups: 2, width: 256, step: 62, store: 500 },
-    Kind { groups: 2, width: 128, step: 32, store: 240 },
+    Kind { groups: 2, width: 128, step: 32, store: 260 },
     Kind { groups: 1, width: 128, step: 30, store: 130 },
 ];
+
+/// The same of the projections of an attention layer, whose tiles have a head's columns (`heads.cu`).
+const HEAD_KINDS: [(&str, Kind); 2] = [
+    ("dense_heads_128x256", Kind { groups: 2, width: 256, step: 62, store: 450 }),
+    ("dense_heads_64x256", Kind { groups: 1, width: 256, step: 40, store: 250 }),
+];
+
+/// Numbers of a head, and those that are rotated, of the layers these are for.
+const HEAD: usize = 256;
+const TURNED: usize = 64;
 
 /// Names of the kernels: of every product, of every kind.
 const NAMES: [[&str; KINDS.len()]; 5] = [
@@ -63,6 +74,31 @@ impl Kind {
         self.tiles(product, p).div_ceil(processors) * (steps * self.step + self.store)
     }
 
+    /// Threads of a block: those that multiply, and a warp that brings what they do.
+    fn threads(self) -> usize {
+        128 * self.groups + 32
+    }
+
+    fn parameters(self, product: Product, p: &Gemm) -> std::result::Result<Dense, DriverError> {
+        let (m, n, k) = (p.m as u64, p.n as u64, p.k as u64);
+        let parts = if product == Product::Split { 2 } else { 1 };
+        let factor = |at: u64, rows: u64, box_rows: usize| {
+            let part = |at| map(BF16, at, [k, rows], 2 * k * parts, [STEP, box_rows]);
+            Ok::<_, DriverError>([part(at)?, part(at + (parts - 1) * 2 * k)?])
+        };
+        let gated = product == Product::Gated;
+        let (ty, size, columns) = if gated { (BF16, 2, 64) } else { (F32, 4, 32) };
+        Ok(Dense {
+            a: factor(p.a, m, self.rows())?,
+            b: factor(p.b, if gated { 2 * n } else { n }, self.width / 2)?,
+            out: map(ty, p.out, [n, m], size * p.out_stride as u64, [columns, 16])?,
+            scale: p.scale,
+            m: p.m,
+            n: p.n,
+            k: p.k,
+        })
+    }
+
     /// Shared memory of a block, of which there is `room`: as many stages as fit, each with two barriers, and the buffers of
     /// sums.
     fn shared(self, room: usize) -> usize {
@@ -78,7 +114,7 @@ fn fastest(product: Product, p: &Gemm, processors: usize) -> usize {
 
 /// Parameters of the kernels.
 #[derive(Clone, Copy)]
-#[repr(C)]
+#[repr(C, align(128))]
 struct Dense {
     a: [sys::CUtensorMap; 2],
     b: [sys::CUtensorMap; 2],
@@ -89,9 +125,41 @@ struct Dense {
     k: i32,
 }
 
+/// What becomes of the projections of an attention layer: queries as f16, keys and values in their pages too.
+#[derive(Clone, Copy)]
+pub(crate) struct Heads {
+    pub(crate) queries: u64,
+    /// Norms of queries and of keys.
+    pub(crate) norms: [u64; 2],
+    pub(crate) rotations: u64,
+    pub(crate) pages: u64,
+    pub(crate) positions: u64,
+    pub(crate) eps: f32,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) layer: usize,
+}
+
+/// Parameters of the kernels that finish heads.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DenseHeads {
+    dense: Dense,
+    queries: sys::CUtensorMap,
+    norms: [u64; 2],
+    rotations: u64,
+    pages: u64,
+    positions: u64,
+    eps: f32,
+    heads: i32,
+    kv_heads: i32,
+    layer: i32,
+}
+
 /// The kernels of every product.
 pub(crate) struct DenseKernels {
     by: [[Function; KINDS.len()]; 5],
+    heads: [Function; HEAD_KINDS.len()],
     /// Shared memory a block can have.
     room: usize,
 }
@@ -107,7 +175,9 @@ impl DenseKernels {
             by.push(kinds.try_into().unwrap_or_else(|_| unreachable!("a function for every name")));
         }
         let by = by.try_into().unwrap_or_else(|_| unreachable!("kernels of every product"));
-        Ok(DenseKernels { by, room: target.shared })
+        let head = |(name, _)| Ok::<_, crate::Error>(module.function(name).map_err(failed(name))?.early());
+        let [large, small] = HEAD_KINDS.map(head);
+        Ok(DenseKernels { by, heads: [large?, small?], room: target.shared })
     }
 
     /// Whether rows of the results begin where the copy engine can store.
@@ -134,29 +204,46 @@ impl DenseKernels {
         p: &Gemm,
     ) -> std::result::Result<(), DriverError> {
         let (kind, kernel) = (KINDS[index], &self.by[product as usize][index]);
-        let (m, n, k) = (p.m as u64, p.n as u64, p.k as u64);
-        let parts = if product == Product::Split { 2 } else { 1 };
-        let factor = |at: u64, rows: u64, box_rows: usize| {
-            let part = |at| map(BF16, at, [k, rows], 2 * k * parts, [STEP, box_rows]);
-            Ok::<_, DriverError>([part(at)?, part(at + (parts - 1) * 2 * k)?])
-        };
-        let gated = product == Product::Gated;
-        let (ty, size, columns) = if gated { (BF16, 2, 64) } else { (F32, 4, 32) };
-        let all = Dense {
-            a: factor(p.a, m, kind.rows())?,
-            b: factor(p.b, if gated { 2 * n } else { n }, kind.width / 2)?,
-            out: map(ty, p.out, [n, m], size * p.out_stride as u64, [columns, 16])?,
-            scale: p.scale,
-            m: p.m,
-            n: p.n,
-            k: p.k,
-        };
+        let all = kind.parameters(product, p)?;
         let blocks = kind.tiles(product, p).min(device.processors as usize);
-        let threads = 128 * kind.groups + 32;
-        device.launch(kernel, (blocks, 1, 1), threads, kind.shared(self.room), &all)
+        device.launch(kernel, (blocks, 1, 1), kind.threads(), kind.shared(self.room), &all)
+    }
+
+    /// Whether heads like these are finished by kernels that multiply.
+    pub(crate) fn can_finish(attention: &AttentionSpec, kv: KvType) -> bool {
+        attention.head_dim == HEAD && attention.rope_dims == TURNED && kv == KvType::F16
+    }
+
+    /// Launches the projections of an attention layer. A row's bits are the same whatever the tiles.
+    pub(crate) fn multiply_heads(
+        &self,
+        device: &Device,
+        p: &Gemm,
+        heads: &Heads,
+    ) -> std::result::Result<(), DriverError> {
+        let processors = device.processors as usize;
+        let times = HEAD_KINDS.map(|(_, kind)| kind.time(Product::Store, p, processors));
+        let index = usize::from(times[1] < times[0]);
+        let (_, kind) = HEAD_KINDS[index];
+        let columns = (heads.heads * HEAD) as u64;
+        let all = DenseHeads {
+            dense: kind.parameters(Product::Store, p)?,
+            queries: map(F16, heads.queries, [columns, p.m as u64], 2 * columns, [64, 16])?,
+            norms: heads.norms,
+            rotations: heads.rotations,
+            pages: heads.pages,
+            positions: heads.positions,
+            eps: heads.eps,
+            heads: heads.heads as i32,
+            kv_heads: heads.kv_heads as i32,
+            layer: heads.layer as i32,
+        };
+        let blocks = kind.tiles(Product::Store, p).min(processors);
+        device.launch(&self.heads[index], (blocks, 1, 1), kind.threads(), kind.shared(self.room), &all)
     }
 }
 
+const F16: sys::CUtensorMapDataType = sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 const BF16: sys::CUtensorMapDataType = sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 const F32: sys::CUtensorMapDataType = sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
 
@@ -258,6 +345,7 @@ mod tests {
             assert_eq!(chosen(Product::Gated, m, 512, 2048), gated, "{m} rows");
             assert_eq!(chosen(Product::Split, m, 512, 2048), split, "{m} rows");
         }
+        assert_eq!(chosen(Product::Scale, 8192, 2048, 512), 0);
     }
 
     #[test]

@@ -96,7 +96,7 @@ struct Sum {
 const TILE_ROWS: usize = 256;
 
 /// Up to so many pairs of an expert, on the average, are few.
-const FEW_PAIRS: usize = 48;
+const FEW_PAIRS: usize = 72;
 
 /// Rows of so many numbers, or multiples, are shuffled for products with blocks.
 const SHUFFLED: usize = 256;

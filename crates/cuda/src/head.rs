@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use cudarc::driver::DriverError;
-use half::bf16;
+use half::{bf16, f16};
 use model::Matrix;
 
 use crate::few::{Input, Output};
@@ -35,9 +35,13 @@ pub(crate) struct Norm {
     pub(crate) split: u64,
     pub(crate) dot: u64,
     pub(crate) share: u64,
+    pub(crate) rows: i32,
     pub(crate) cols: i32,
     pub(crate) eps: f32,
 }
+
+/// Rows of a block of `rms_norm`.
+const NORM_WARPS: usize = 4;
 
 impl Cuda {
     pub(crate) fn embed_rows(&self, open: &Open, rows: Range<usize>) -> Done {
@@ -54,8 +58,9 @@ impl Cuda {
     /// Norms of `count` rows.
     pub(crate) fn norm(&self, count: usize, p: Norm) -> Done {
         let spec = &self.model.spec;
-        let p = Norm { cols: spec.hidden as i32, eps: spec.rms_eps, ..p };
-        self.device.launch(&self.kernels.rms_norm, (count, 1, 1), 512, 0, &p)
+        let p = Norm { rows: count as i32, cols: spec.hidden as i32, eps: spec.rms_eps, ..p };
+        let blocks = count.div_ceil(NORM_WARPS);
+        self.device.launch(&self.kernels.rms_norm, (blocks, 1, 1), 32 * NORM_WARPS, 0, &p)
     }
 
     /// The input of a layer's projections: norms of `rows` of the residual stream, as bf16.
@@ -129,6 +134,13 @@ impl Cuda {
     pub(crate) fn read_rounded(&self, at: u64, count: usize, cols: usize) -> Result<Matrix, DriverError> {
         let all: Vec<u16> = self.device.download(at, count * cols)?;
         let data = all.iter().map(|&bits| bf16::from_bits(bits).to_f32()).collect();
+        Ok(Matrix { rows: count, cols, data })
+    }
+
+    /// f16 rows of the GPU, one after the other.
+    pub(crate) fn read_half(&self, at: u64, count: usize, cols: usize) -> Result<Matrix, DriverError> {
+        let all: Vec<u16> = self.device.download(at, count * cols)?;
+        let data = all.iter().map(|&bits| f16::from_bits(bits).to_f32()).collect();
         Ok(Matrix { rows: count, cols, data })
     }
 }

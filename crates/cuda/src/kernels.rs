@@ -134,7 +134,7 @@ impl Kernels {
             gemm_split: find(&gemm, "gemm_split")?,
             gemm_experts_gated: find(&gemm, "gemm_experts_gated")?,
             gemm_experts_down: find(&gemm, "gemm_experts_down")?,
-            rms_norm: find(&rows, "rms_norm")?,
+            rms_norm: early(&rows, "rms_norm")?,
             route: find(&rows, "route")?,
             group_starts: find(&rows, "group_starts")?,
             group_pairs: find(&rows, "group_pairs")?,
@@ -187,7 +187,7 @@ impl WeightKernels {
             decode_f32: find("decode_f32")?,
             decode_bf16: find("decode_bf16")?.early(),
             decode_experts: find("decode_experts")?,
-            decode_split: find("decode_split")?,
+            decode_split: find("decode_split")?.early(),
             embed: find("embed")?,
         })
     }

@@ -126,7 +126,7 @@ pub struct Cuda {
 }
 
 /// Rows of a mixer block.
-const BLOCK_ROWS: usize = 4096;
+const BLOCK_ROWS: usize = 8192;
 
 impl Cuda {
     /// A backend for `model`; `weights` are copied to the GPU.

@@ -3,6 +3,7 @@
 use cudarc::driver::DriverError;
 
 use crate::Cuda;
+use crate::dense::{DenseKernels, Heads};
 use crate::driver::Function;
 use crate::sources::gemm_stages;
 use crate::weights::Matrix;
@@ -108,6 +109,26 @@ impl Cuda {
         self.multiply(product, dense((x.at, x.count), b, (out, stride), (n, k), 0))
     }
 
+    /// The projections of an attention layer, heads finished, if there is a kernel for that. Returns whether there is.
+    pub(crate) fn gemm_heads(
+        &mut self,
+        matrices: &[Matrix],
+        x: Rows,
+        (out, stride): (u64, usize),
+        heads: &Heads,
+    ) -> Result<bool, DriverError> {
+        let can = DenseKernels::can_finish(&self.model.spec.attention, self.limits.kv);
+        if !can || self.kernels.dense.is_none() {
+            return Ok(false);
+        }
+        let b = self.decoded(matrices)?;
+        let (n, k) = (matrices.iter().map(|m| m.rows).sum::<usize>(), matrices[0].cols);
+        let p = dense((x.at, x.count), b, (out, stride), (n, k), 0);
+        let kernels = self.kernels.dense.as_ref().expect("asked above");
+        kernels.multiply_heads(&self.device, &p, heads)?;
+        Ok(true)
+    }
+
     /// out[r] = scale[r] · (SiLU(x[r] gateᵀ) ⊙ (x[r] upᵀ)) downᵀ; `inner` has room for what is multiplied last, as bf16.
     pub(crate) fn gated_network(
         &mut self,
@@ -132,8 +153,10 @@ impl Cuda {
         }
     }
 
-    /// By the kernels that all GPUs have, over tiles of some columns, as many blocks as there are multiprocessors or tiles.
+    /// By the kernels that all GPUs have, some rows after others, so that theirs stay in the second cache while columns of weights
+    /// go by: over tiles of some columns, as many blocks as there are multiprocessors or tiles.
     fn multiply_anywhere(&self, product: Product, p: Gemm) -> Done {
+        const AT_ONCE: usize = 4096;
         // Rows of a tile, and what a step of one takes: half of its time goes to columns of weights.
         const HEIGHTS: [(usize, usize); 3] = [(256, 16), (128, 10), (64, 8)];
         let (kernel, width, thirds) = match product {
@@ -144,12 +167,25 @@ impl Cuda {
             Product::Split => (&self.kernels.gemm_split, 128, 3),
         };
         let processors = self.device.processors as usize;
-        let tiles = |rows: usize| (p.m as usize).div_ceil(rows) * (p.n as usize).div_ceil(width);
-        let time = |&&(rows, step): &&(usize, usize)| tiles(rows).div_ceil(processors) * step;
-        let (rows, _) = HEIGHTS.iter().min_by_key(time).expect("there are some");
+        let out_bytes = if product == Product::Gated { 2 } else { 4 };
         let (_, shared) = gemm_stages(&self.target);
-        let p = Gemm { tile_rows: *rows as i32, k: thirds * p.k, ..p };
-        self.device.launch(kernel, (tiles(*rows).min(processors), 1, 1), 384, shared, &p)
+        for first in (0..p.m as usize).step_by(AT_ONCE) {
+            let m = (p.m as usize - first).min(AT_ONCE);
+            let tiles = |rows: usize| m.div_ceil(rows) * (p.n as usize).div_ceil(width);
+            let time = |&&(rows, step): &&(usize, usize)| tiles(rows).div_ceil(processors) * step;
+            let (rows, _) = HEIGHTS.iter().min_by_key(time).expect("there are some");
+            let part = Gemm {
+                a: p.a + 2 * first as u64 * p.a_stride as u64,
+                out: p.out + out_bytes * first as u64 * p.out_stride as u64,
+                scale: p.scale + 4 * first as u64,
+                m: m as i32,
+                tile_rows: *rows as i32,
+                k: thirds * p.k,
+                ..p
+            };
+            self.device.launch(kernel, (tiles(*rows).min(processors), 1, 1), 384, shared, &part)?;
+        }
+        Ok(())
     }
 
     /// Launches a grouped product, a block for each multiprocessor.

@@ -63,7 +63,6 @@ impl Cuda {
         let norm = Norm {
             x: buffers.hidden.at() + 4 * at,
             weight: weights.norm,
-            out: buffers.norm.at() + 4 * at,
             rounded: buffers.rounded.at() + 2 * at,
             split,
             dot: weights.shared_router,

@@ -5,10 +5,12 @@ use std::sync::Arc;
 
 use cudarc::driver::DriverError;
 use model::state::OpenPass;
-use model::{Pass, Spec, Stage};
+use model::{GRID, Limits, Pass, Spec, Stage};
 
 use crate::BLOCK_ROWS;
+use crate::attention::{partial_bytes, provided};
 use crate::driver::{Device, Room};
+use crate::few::FEW;
 use crate::graph::Call;
 use crate::state::DeviceState;
 use crate::uploads::Uploads;
@@ -62,7 +64,7 @@ pub(crate) struct Buffers {
     tables: Room,
     /// The residual stream: [rows, hidden] f32.
     pub(crate) hidden: Room,
-    /// Normed rows, f32 and bf16: [rows, hidden].
+    /// Normed rows, f32 (of single rows) and bf16: [rows, hidden].
     pub(crate) norm: Room,
     pub(crate) rounded: Room,
     /// Sum of shared and routed experts: [rows, hidden] f32.
@@ -139,8 +141,9 @@ pub(crate) fn attention_columns(spec: &Spec) -> usize {
     2 * spec.attention.query_dim() + 2 * spec.attention.kv_dim()
 }
 
-/// Bytes of the buffers of a pass of `rows` rows and of the scratch, nearly.
-pub(crate) fn bytes(spec: &Spec, rows: usize) -> usize {
+/// Bytes of the buffers of the largest pass and of the scratch, nearly.
+pub(crate) fn bytes(spec: &Spec, limits: &Limits) -> usize {
+    let rows = limits.pass_rows;
     let block = rows.min(BLOCK_ROWS);
     let columns = delta_columns(spec).max(attention_columns(spec));
     let width = spec.moe.widths.iter().copied().max().unwrap_or(0);
@@ -148,7 +151,9 @@ pub(crate) fn bytes(spec: &Spec, rows: usize) -> usize {
     let per_block_row =
         columns * 4 + 4 * spec.hidden + spec.delta.channels() * 2 + spec.delta.value_dim() * 14;
     let decoded = crate::grouped::decoded_bytes(spec).max(2 * spec.hidden * spec.vocab.max(columns));
-    rows * per_row + block * per_block_row + decoded
+    // Of tokens that are written, as many together as kernels take.
+    let partial = partial_bytes(spec, rows.min(FEW), provided(limits.positions.div_ceil(GRID)));
+    rows * per_row + block * per_block_row + decoded + partial
 }
 
 impl Buffers {
@@ -274,5 +279,32 @@ impl TableBuilder {
         for (to, x) in self.bytes[at as usize..].chunks_exact_mut(8).zip(numbers) {
             to.copy_from_slice(&x.to_le_bytes());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::KvType;
+    use testkit::{TinyModel, TinyOptions};
+
+    use super::*;
+
+    #[test]
+    fn attention_of_single_rows_is_counted_up_to_the_last_position() {
+        let spec = &TinyModel::new(TinyOptions::default()).model.spec;
+        let of = |pass_rows, positions| bytes(spec, &Limits { pass_rows, positions, kv: KvType::F16 });
+        // A sum of values, a largest score and a sum of weights: f32, of each row, head and block of 64 keys.
+        let block = 4 * spec.attention.heads * (spec.attention.head_dim + 2);
+        // A token at the last position looks at every block.
+        for positions in [512, 4096, 4097, 131_072] {
+            for (rows, together) in [(1, 1), (8, 8), (2048, 8)] {
+                let more = of(rows, positions) - of(rows, 64);
+                assert!(
+                    more >= together * (positions.div_ceil(64) - 8) * block,
+                    "{rows} rows, {positions} positions"
+                );
+            }
+        }
+        assert!(of(8, 64) >= of(8, 1) && of(8, 1) >= 8 * 8 * block, "at least eight blocks are provided for");
     }
 }

@@ -30,7 +30,7 @@ impl Memory {
             dense: weights::dense_bytes(model) as u64,
             experts: model.expert_bytes(),
             state: DeviceState::bytes(&model.spec, limits.kv, limits.positions, 3) as u64,
-            scratch: open::bytes(&model.spec, limits.pass_rows) as u64,
+            scratch: open::bytes(&model.spec, limits) as u64,
             pinned: place::STAGING as u64,
         }
     }

@@ -16,6 +16,7 @@ const WEIGHTS: &str = include_str!("../kernels/weights.cu");
 
 const GEMM: &str = include_str!("../kernels/gemm.cu");
 const DENSE: &str = include_str!("../kernels/dense.cu");
+const HEADS: &str = include_str!("../kernels/heads.cu");
 const EXPERTS: &str = include_str!("../kernels/experts.cu");
 const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
@@ -267,7 +268,7 @@ impl Source {
     /// Products of many rows with one matrix whose tiles the copy engine brings, on Hopper.
     pub fn dense(target: &Target) -> Option<Source> {
         let define = format!("ROOM={}", target.shared);
-        let parts = [COMMON, &PIPELINE, DENSE];
+        let parts = [COMMON, &PIPELINE, DENSE, HEADS];
         (target.arch == "sm_90a").then(|| Source::new(target, "dense".to_string(), &parts, &[define]))
     }
 

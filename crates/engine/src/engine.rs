@@ -1,11 +1,13 @@
 //! The engine: a backend, its experts, and the sessions on them.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use model::state::PAGE;
 use model::{Backend, Driver, ExpertSource, Model, Pass, Quiet, SequenceId, Snapshot};
 
 use crate::cancel::Cancel;
+use crate::chunks::{Flow, chunks};
 use crate::error::{Error, Result};
 use crate::ingestion::{Ingested, Ingestion, Request};
 
@@ -59,6 +61,8 @@ pub struct Engine {
     pub(crate) backend: Box<dyn Backend>,
     pub(crate) experts: Box<dyn ExpertSource + Send>,
     pub(crate) options: Options,
+    /// How chunks flow through several devices, if they do.
+    flow: Option<Flow>,
     /// Names given to KV pages so far.
     pages: u64,
     /// Prompts being read that need memory for large passes.
@@ -75,7 +79,13 @@ impl Engine {
         experts: Box<dyn ExpertSource + Send>,
         options: Options,
     ) -> Engine {
-        Engine { model, backend, experts, options, pages: 0, large: 0, lent: false }
+        Engine { model, backend, experts, options, flow: None, pages: 0, large: 0, lent: false }
+    }
+
+    /// The same engine, whose chunks are cut so that they flow well through several devices.
+    #[must_use]
+    pub fn flowing(self, flow: Option<Flow>) -> Engine {
+        Engine { flow, ..self }
     }
 
     /// The model.
@@ -233,11 +243,17 @@ impl Engine {
         if needed > context { Err(Error::ContextOverflow { needed, context }) } else { Ok(()) }
     }
 
-    /// Rows of a pass for which logits of every row are wanted: their memory is bounded.
-    pub(crate) fn chunk_for(&self, all_logits: bool) -> usize {
+    /// The passes that read `len` tokens behind `start` others. If logits of every row are wanted, they have fewer rows: memory
+    /// of logits is bounded.
+    pub(crate) fn chunks(&self, start: usize, len: usize, all_logits: bool) -> Vec<Range<usize>> {
         const LOGIT_BYTES: usize = 256 << 20;
         let most = LOGIT_BYTES / (4 * self.model.spec.vocab.max(1));
-        if all_logits { self.options.chunk.min(most) } else { self.options.chunk }
+        let chunk = if all_logits { self.options.chunk.min(most) } else { self.options.chunk };
+        let smallest = self.backend.capabilities().smallest_chunk;
+        match &self.flow {
+            Some(flow) => flow.chunks(start, len, chunk, smallest),
+            None => chunks(start, len, chunk, smallest),
+        }
     }
 
     /// A pass that appends `tokens` to `session`.

@@ -7,7 +7,6 @@ use model::state::PAGE;
 use model::{Driver, Observer, Quiet, SequenceId, SnapshotRequest};
 
 use crate::cancel::Cancel;
-use crate::chunks::chunks;
 use crate::engine::{Engine, Session};
 use crate::error::{Error, Result};
 
@@ -102,8 +101,7 @@ impl Ingestion {
         }
         engine.check_room(session, tokens.len())?;
         let many = matches!(request.logits, LogitRows::Range(_));
-        let smallest = engine.backend.capabilities().smallest_chunk;
-        let chunks = chunks(session.len(), tokens.len(), engine.chunk_for(many), smallest);
+        let chunks = engine.chunks(session.len(), tokens.len(), many);
         Ok(Ingestion {
             tokens: tokens.to_vec(),
             chunks: chunks.into(),

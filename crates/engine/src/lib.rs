@@ -32,7 +32,7 @@ mod sessions;
 mod store;
 
 pub use cancel::Cancel;
-pub use chunks::chunks;
+pub use chunks::{Flow, chunks};
 pub use constraint::{Constraint, TokenMask};
 pub use engine::{Engine, Options, Session};
 pub use error::{Error, Result};

@@ -189,7 +189,7 @@ fn metadata(options: &TinyOptions) -> Metadata {
         ("attention.head_count_kv", O::KV_HEADS),
         ("attention.key_length", options.of_attention()),
         ("attention.value_length", options.of_attention()),
-        ("rope.dimension_count", options.of_attention() / 2),
+        ("rope.dimension_count", options.of_attention().min(128) / 2),
         ("ssm.group_count", O::KEY_HEADS),
         ("ssm.time_step_rank", O::VALUE_HEADS),
         ("ssm.state_size", options.head),

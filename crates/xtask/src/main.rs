@@ -1,7 +1,8 @@
 //! Chores of the repository.
 //!
 //! ```text
-//! cargo run --release -p xtask -- kernels FOLDER      compiles every CUDA kernel, for those who have a driver only
+//! cargo run --release -p xtask -- kernels FOLDER [SOURCE …]      compiles every CUDA kernel, for those who have a driver only;
+//!                                                                or those of sources whose names begin so
 //! ```
 
 use std::path::Path;
@@ -11,21 +12,23 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match &arguments[..] {
-        [task, folder] if task == "kernels" => kernels(folder.as_ref()),
+        [task, folder, names @ ..] if task == "kernels" => kernels(folder.as_ref(), names),
         _ => {
-            eprintln!("usage: xtask kernels FOLDER");
+            eprintln!("usage: xtask kernels FOLDER [SOURCE …]");
             ExitCode::from(2)
         }
     }
 }
 
-/// Compiles every kernel that a program without the run-time compiler asks for, into `folder`. Needs the compiler, no GPU.
-fn kernels(folder: &Path) -> ExitCode {
+/// Compiles every kernel that a program without the run-time compiler asks for, into `folder`; or those of sources whose names
+/// begin with one of `names`. Needs the compiler, no GPU.
+fn kernels(folder: &Path, names: &[String]) -> ExitCode {
     if let Err(error) = std::fs::create_dir_all(folder) {
         eprintln!("{}: {error}", folder.display());
         return ExitCode::FAILURE;
     }
-    let sources = cuda::package();
+    let mut sources = cuda::package();
+    sources.retain(|source| names.is_empty() || names.iter().any(|name| source.name.starts_with(name)));
     let (next, bytes, failures) = (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
     let work = || {
         while let Some(source) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
