@@ -166,7 +166,7 @@ impl Cuda {
         let capabilities = Capabilities {
             name: "cuda",
             variant: format!("{} {}", target.arch, device.name),
-            kernel_version: 4,
+            kernel_version: 5,
             block_rows: BLOCK_ROWS,
             smallest_chunk: 2,
         };
