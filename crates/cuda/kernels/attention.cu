@@ -1,4 +1,4 @@
-// The attention mixer between its projections. DIM: numbers in a head, a multiple of 32 up to 256.
+// The attention mixer between its projections. DIM: numbers in a head, 32, 64, 128 or 256.
 //
 // Keys and values lie in pages (`head_in_page`), KV_F32 ? f32 : f16. Key blocks lie on the absolute grid of 64 positions.
 
@@ -39,7 +39,7 @@ KERNEL void attn_rotations(Rotations p) {
 
 struct Prepare {
     Shape shape;
-    float *projected;       // [rows, stride]; keys are normed and rotated in place, and queries that are not put down as f16
+    float *projected;       // [rows, stride]; keys are normed and rotated in place, and queries that are not stored as f16
     const float *rotations; // [rows, dims]
     const float *query_norm, *key_norm; // [DIM]
     Kv *const *const *pages; // of each row: the pages of its sequence

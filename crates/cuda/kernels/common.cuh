@@ -84,18 +84,6 @@ DEVICE float warp_sum(float x) {
     return x;
 }
 
-/// The sum over a block of at most 1024 threads (whole warps), in every thread. `room`: 32 floats.
-DEVICE float block_sum(float x, float *room) {
-    int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    x = warp_sum(x);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) room[warp] = x;
-    __syncthreads();
-    float sum = 0.0f;
-    for (int i = 0; i < warps; i++) sum += room[i];
-    return sum;
-}
-
 DEVICE u32 shared_address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 /// Copies 16 bytes from global to shared memory, asynchronously; zeros instead if not `valid`.

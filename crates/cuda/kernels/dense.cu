@@ -52,7 +52,7 @@ template <class K> struct Ring {
     }
 };
 
-/// Tiles: column after column of a panel of rows, whose part of `a` stays in the second cache meanwhile.
+/// Tiles: column after column of a panel of rows, whose part of `a` stays in the L2 cache meanwhile.
 template <class K> struct Walk {
     int rows, columns, m, n; // of tiles; where this one begins
     DEVICE Walk of(const Dense &p) {

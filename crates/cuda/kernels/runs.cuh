@@ -9,7 +9,7 @@
 //
 // `row` is the start of whole blocks, `run` counts 32 weights from there. Blocks of 144 and 176 bytes lie on 16 bytes.
 
-/// Whole words from an even address of shared memory; reads up to three bytes behind them.
+/// Whole words from an even address of shared memory; reads up to four bytes behind them.
 template <int COUNT> DEVICE void words_at(const u8 *from, u32 out[COUNT]) {
     // By a difference, which leaves the compiler the knowledge that it is shared memory.
     u32 odd = shared_address(from) & 2, select = odd ? 0x5432 : 0x3210;

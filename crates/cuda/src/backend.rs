@@ -406,7 +406,7 @@ impl Cuda {
             I::DeltaBetaAlpha => of_delta(channels + delta.value_dim(), 2 * delta.value_heads),
             I::DeltaMixed => mixed(delta.value_dim()),
             I::AttnQuery if open.single => of_attention(0, queries),
-            // Rows among others are put down for their products only.
+            // Of rows among others only what products take is stored.
             I::AttnQuery => self.read_half(buffers.mixed.at(), count, queries),
             I::AttnGate => of_attention(queries, queries),
             I::AttnKey => of_attention(2 * queries, keys),

@@ -351,7 +351,7 @@ mod tests {
     #[test]
     fn a_block_has_room_for_its_ring_and_its_sums() {
         let room = Target::named("sm_90a").shared;
-        for kind in KINDS {
+        for kind in KINDS.into_iter().chain(HEAD_KINDS.map(|(_, kind)| kind)) {
             let stages =
                 (kind.shared(room) - kind.groups * 4 * PUT_BYTES) / ((kind.rows() + kind.width) * 128 + 16);
             assert!(kind.shared(room) <= room && stages >= 4, "{kind:?}");

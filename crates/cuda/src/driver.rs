@@ -379,12 +379,14 @@ pub(crate) struct Function {
     function: sys::CUfunction,
     /// Whether it may begin before the kernel ahead of it has ended; it waits itself.
     early: bool,
+    /// Whether it was compiled for this GPU's architecture: what serves older ones too has no instruction to wait.
+    native: bool,
 }
 
 impl Function {
-    /// The same kernel, begun early where the GPU can do that.
+    /// The same kernel, begun early where the GPU can do that and the kernel was compiled to wait.
     pub(crate) fn early(self) -> Function {
-        Function { early: true, ..self }
+        Function { early: self.native, ..self }
     }
 }
 
@@ -396,6 +398,8 @@ unsafe impl Sync for Function {}
 /// Compiled kernels on the GPU.
 pub(crate) struct Module {
     module: sys::CUmodule,
+    /// Whether it was compiled for this GPU's architecture.
+    native: bool,
     device: Arc<Device>,
 }
 
@@ -403,11 +407,15 @@ pub(crate) struct Module {
 unsafe impl Send for Module {}
 
 impl Module {
-    /// Loads a cubin.
-    pub(crate) fn load(device: &Arc<Device>, cubin: &[u8]) -> std::result::Result<Module, DriverError> {
+    /// Loads machine code, or, if it is not `native`, what the driver compiles further.
+    pub(crate) fn load(
+        device: &Arc<Device>,
+        code: &[u8],
+        native: bool,
+    ) -> std::result::Result<Module, DriverError> {
         // SAFETY: the image is read during the call; the driver checks it.
-        let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }?;
-        Ok(Module { module, device: device.clone() })
+        let module = unsafe { result::module::load_data(code.as_ptr().cast()) }?;
+        Ok(Module { module, native, device: device.clone() })
     }
 
     /// The kernel called `name`, allowed to use as much shared memory as a block can have.
@@ -422,7 +430,7 @@ impl Module {
         let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: just found.
         unsafe { result::function::set_function_attribute(function, attribute, most) }?;
-        Ok(Function { function, early: false })
+        Ok(Function { function, early: false, native: self.native })
     }
 }
 

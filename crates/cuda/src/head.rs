@@ -130,17 +130,23 @@ impl Cuda {
         Ok(Matrix { rows: count, cols, data })
     }
 
+    /// Rows of 16-bit numbers of the GPU, one after the other, each turned to f32 by `number`.
+    fn read_short(
+        &self,
+        (at, count, cols): (u64, usize, usize),
+        number: impl Fn(u16) -> f32,
+    ) -> Result<Matrix, DriverError> {
+        let all: Vec<u16> = self.device.download(at, count * cols)?;
+        Ok(Matrix { rows: count, cols, data: all.into_iter().map(number).collect() })
+    }
+
     /// bf16 rows of the GPU, one after the other.
     pub(crate) fn read_rounded(&self, at: u64, count: usize, cols: usize) -> Result<Matrix, DriverError> {
-        let all: Vec<u16> = self.device.download(at, count * cols)?;
-        let data = all.iter().map(|&bits| bf16::from_bits(bits).to_f32()).collect();
-        Ok(Matrix { rows: count, cols, data })
+        self.read_short((at, count, cols), |bits| bf16::from_bits(bits).to_f32())
     }
 
     /// f16 rows of the GPU, one after the other.
     pub(crate) fn read_half(&self, at: u64, count: usize, cols: usize) -> Result<Matrix, DriverError> {
-        let all: Vec<u16> = self.device.download(at, count * cols)?;
-        let data = all.iter().map(|&bits| f16::from_bits(bits).to_f32()).collect();
-        Ok(Matrix { rows: count, cols, data })
+        self.read_short((at, count, cols), |bits| f16::from_bits(bits).to_f32())
     }
 }

@@ -275,10 +275,11 @@ pub(crate) fn load(device: &Arc<Device>, sources: &[Source]) -> Result<Vec<Modul
         .iter()
         .zip(compiled)
         .map(|(source, cubin)| {
-            Module::load(device, &cubin?).or_else(|_| {
+            let native = !source.is_portable();
+            Module::load(device, &cubin?, native).or_else(|_| {
                 // Perhaps what was on disk is broken.
                 compile::forget(source);
-                Module::load(device, &compile::cached(source)?).map_err(failed("loading kernels"))
+                Module::load(device, &compile::cached(source)?, native).map_err(failed("loading kernels"))
             })
         })
         .collect()

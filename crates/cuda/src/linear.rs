@@ -153,7 +153,7 @@ impl Cuda {
         }
     }
 
-    /// By the kernels that all GPUs have, some rows after others, so that theirs stay in the second cache while columns of weights
+    /// By the kernels that all GPUs have, some rows after others, so that theirs stay in the L2 cache while columns of weights
     /// go by: over tiles of some columns, as many blocks as there are multiprocessors or tiles.
     fn multiply_anywhere(&self, product: Product, p: Gemm) -> Done {
         const AT_ONCE: usize = 4096;

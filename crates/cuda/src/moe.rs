@@ -99,6 +99,7 @@ impl Cuda {
         let weights = &self.weights.dense.layers[layer].moe;
         let columns = Gates::of(&self.model.spec, weights.shared_gate.rows);
         open.buffers.gates.take(&device, 4 * rows * columns.stride)?;
+        open.buffers.norm.take(&device, 4 * rows * self.model.spec.hidden)?;
         let buffers = &open.buffers;
         let at = |column: usize| buffers.gates.at() + 4 * column as u64;
         let share =

@@ -64,7 +64,7 @@ pub(crate) struct Buffers {
     tables: Room,
     /// The residual stream: [rows, hidden] f32.
     pub(crate) hidden: Room,
-    /// Normed rows, f32 (of single rows) and bf16: [rows, hidden].
+    /// Normed rows, f32 (of single rows alone) and bf16: [rows, hidden].
     pub(crate) norm: Room,
     pub(crate) rounded: Room,
     /// Sum of shared and routed experts: [rows, hidden] f32.
@@ -77,7 +77,7 @@ pub(crate) struct Buffers {
     pub(crate) share: Room,
     /// Pairs of each expert, where they begin, and the same counted up: [3, experts] i32.
     pub(crate) counts: Room,
-    /// Pairs by expert: [rows · used] u32.
+    /// Pairs by expert, the place of each, their weights in that order: [3, rows · used] u32, u32, f32.
     pub(crate) sorted: Room,
     /// Cosines, then sines of each row: [rows, rope_dims].
     pub(crate) rotations: Room,
@@ -147,13 +147,19 @@ pub(crate) fn bytes(spec: &Spec, limits: &Limits) -> usize {
     let block = rows.min(BLOCK_ROWS);
     let columns = delta_columns(spec).max(attention_columns(spec));
     let width = spec.moe.widths.iter().copied().max().unwrap_or(0);
-    let per_row = spec.hidden * (3 * 4 + 2 + 2) + spec.moe.used * (16 + 2 * width + 2 * spec.hidden);
-    let per_block_row =
-        columns * 4 + 4 * spec.hidden + spec.delta.channels() * 2 + spec.delta.value_dim() * 14;
+    let per_row = spec.hidden * (2 * 4 + 2 + 2)
+        + 4 * spec.attention.rope_dims
+        + spec.moe.used * (24 + 2 * width + 2 * spec.hidden);
+    let per_block_row = columns * 4
+        + 4 * spec.hidden
+        + 4 * spec.moe.experts
+        + spec.delta.channels() * 2
+        + spec.delta.value_dim() * 14;
     let decoded = crate::grouped::decoded_bytes(spec).max(2 * spec.hidden * spec.vocab.max(columns));
-    // Of tokens that are written, as many together as kernels take.
-    let partial = partial_bytes(spec, rows.min(FEW), provided(limits.positions.div_ceil(GRID)));
-    rows * per_row + block * per_block_row + decoded + partial
+    // Of tokens that are written, as many together as kernels take, each at the end of the longest sequence.
+    let (single, longest) = (rows.min(FEW), limits.positions.min(spec.context.max(GRID)));
+    let partial = partial_bytes(spec, single, provided(longest.div_ceil(GRID)));
+    rows * per_row + block * per_block_row + decoded + partial + 4 * single * spec.hidden
 }
 
 impl Buffers {
@@ -217,7 +223,6 @@ impl Buffers {
         let mixed = spec.delta.value_dim().max(spec.attention.query_dim());
         for (room, bytes) in [
             (&mut self.hidden, 4 * hidden),
-            (&mut self.norm, 4 * hidden),
             (&mut self.rounded, 2 * hidden),
             (&mut self.sum, 4 * hidden),
             (&mut self.ids, 4 * used),
@@ -291,7 +296,9 @@ mod tests {
 
     #[test]
     fn attention_of_single_rows_is_counted_up_to_the_last_position() {
-        let spec = &TinyModel::new(TinyOptions::default()).model.spec;
+        let mut spec = TinyModel::new(TinyOptions::default()).model.spec.clone();
+        spec.context = 1 << 18;
+        let spec = &spec;
         let of = |pass_rows, positions| bytes(spec, &Limits { pass_rows, positions, kv: KvType::F16 });
         // A sum of values, a largest score and a sum of weights: f32, of each row, head and block of 64 keys.
         let block = 4 * spec.attention.heads * (spec.attention.head_dim + 2);
@@ -306,5 +313,6 @@ mod tests {
             }
         }
         assert!(of(8, 64) >= of(8, 1) && of(8, 1) >= 8 * 8 * block, "at least eight blocks are provided for");
+        assert_eq!(of(8, 1 << 18), of(8, 1 << 20), "no sequence is longer than the model's context");
     }
 }

@@ -34,17 +34,20 @@ pub fn chunks(start: usize, len: usize, chunk: usize, smallest: usize) -> Vec<Ra
 /// longest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Flow {
-    /// How many there are.
+    /// How many there are, at least one.
     pub devices: usize,
     /// What a pass costs beside its rows, in rows at the first position.
     pub pass_cost: usize,
-    /// The position at which a row costs twice what one at the first does.
+    /// The position at which a row costs twice what one at the first does, at least 1.
     pub twice: usize,
 }
 
 impl Flow {
-    /// As [`chunks`], but of about the same cost instead of the same size, and as many as take the shortest time.
+    /// As [`chunks`], but of about the same cost instead of the same size, and as many as take about the shortest time.
     pub fn chunks(&self, start: usize, len: usize, chunk: usize, smallest: usize) -> Vec<Range<usize>> {
+        if len == 0 {
+            return Vec::new();
+        }
         let most = (chunk / GRID * GRID).max(GRID);
         let all = self.cost(start, start + len) - self.pass_cost as f64;
         // Of passes without largest size so many would be best.
@@ -144,6 +147,7 @@ mod tests {
         let behind = TWO.chunks(1 << 17, 1 << 13, 8192, 2);
         assert!(behind.len() > TWO.chunks(0, 1 << 13, 8192, 2).len(), "{behind:?}");
         assert_eq!(TWO.chunks(0, 100, 8192, 2), one(0..100), "a second pass would cost more than it spares");
+        assert!(TWO.chunks(100, 0, 8192, 2).is_empty());
     }
 
     #[test]

@@ -5,7 +5,9 @@ mod common;
 
 use common::{backend, engine, pocket, repository};
 use engine::parity::{Side, parity};
-use engine::{Cancel, Engine, Generation, GenerationOptions, LogitRows, Options, Request, Sampling};
+use engine::{
+    Cancel, Engine, Flow, Generation, GenerationOptions, Ingested, LogitRows, Options, Request, Sampling,
+};
 use model::{Intermediate, MappedExperts, Observer};
 use serde_json::Value;
 use text::Tokenizer;
@@ -198,4 +200,32 @@ fn rounded_activations_hardly_move_the_predictions() {
     assert_eq!(logits.kl_mean() > 1e-7, rounds, "activations are rounded where that is faster");
     assert!(logits.kl_mean() < 1e-3, "{}", logits.kl_mean());
     assert!(logits.top_share() > 0.98, "{}", logits.top_share());
+}
+
+#[test]
+fn chunks_that_flow_are_cut_by_cost_and_change_no_bits() {
+    let model = pocket();
+    let options = Options { chunk: 128, context: 1024 };
+    let tokens: Vec<u32> = (0..700).map(|i| (i * 37 + 11) % 1000).collect();
+    let read = |flow: Option<Flow>| {
+        let mut reader = engine("cpu", &model, options).flowing(flow);
+        let mut session = reader.open();
+        let mut all = Vec::new();
+        // Also behind others, where rows cost more.
+        for part in [&tokens[..300], &tokens[300..]] {
+            all.push(reader.ingest(&mut session, part, &mut Request::default()).unwrap());
+        }
+        all
+    };
+    let alike = read(None);
+    let flow = Flow { devices: 3, pass_cost: 10, twice: 200 };
+    let flowing = read(Some(flow));
+    let counts = |all: &[Ingested]| -> Vec<usize> { all.iter().map(|read| read.chunks).collect() };
+    assert_eq!(counts(&alike), [3, 4]);
+    let cuts = |start, len| flow.chunks(start, len, 128, 1).len();
+    assert_eq!(counts(&flowing), [cuts(0, 300), cuts(300, 400)]);
+    assert!(counts(&flowing)[0] > 3, "passes are cheap beside rows that are far back");
+    for (flowing, alike) in flowing.iter().zip(&alike) {
+        assert_eq!(flowing.logits, alike.logits);
+    }
 }

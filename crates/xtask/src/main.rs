@@ -29,6 +29,10 @@ fn kernels(folder: &Path, names: &[String]) -> ExitCode {
     }
     let mut sources = cuda::package();
     sources.retain(|source| names.is_empty() || names.iter().any(|name| source.name.starts_with(name)));
+    if sources.is_empty() {
+        eprintln!("no source begins with {}", names.join(" or "));
+        return ExitCode::from(2);
+    }
     let (next, bytes, failures) = (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
     let work = || {
         while let Some(source) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
