@@ -87,11 +87,11 @@ impl Kind {
             Ok::<_, DriverError>([part(at)?, part(at + (parts - 1) * 2 * k)?])
         };
         let gated = product == Product::Gated;
-        let (ty, size, columns) = if gated { (BF16, 2, 64) } else { (F32, 4, 32) };
+        let (ty, columns) = if gated { (BF16, 64) } else { (F32, 32) };
         Ok(Dense {
             a: factor(p.a, m, self.rows())?,
             b: factor(p.b, if gated { 2 * n } else { n }, self.width / 2)?,
-            out: map(ty, p.out, [n, m], size * p.out_stride as u64, [columns, 16])?,
+            out: map(ty, p.out, [n, m], product.result_bytes() * p.out_stride as u64, [columns, 16])?,
             scale: p.scale,
             m: p.m,
             n: p.n,
@@ -107,9 +107,9 @@ impl Kind {
     }
 }
 
-/// The place in [`KINDS`] of what takes the shortest time.
-fn fastest(product: Product, p: &Gemm, processors: usize) -> usize {
-    (0..KINDS.len()).min_by_key(|&i| KINDS[i].time(product, p, processors)).expect("there are some")
+/// The place in `kinds` of what takes the shortest time.
+fn fastest(kinds: &[Kind], product: Product, p: &Gemm, processors: usize) -> usize {
+    (0..kinds.len()).min_by_key(|&i| kinds[i].time(product, p, processors)).expect("there are some")
 }
 
 /// Parameters of the kernels.
@@ -170,20 +170,19 @@ impl DenseKernels {
         for names in NAMES {
             let mut kinds = Vec::new();
             for name in names {
-                kinds.push(module.function(name).map_err(failed(name))?.early());
+                kinds.push(module.early(name).map_err(failed(name))?);
             }
             by.push(kinds.try_into().unwrap_or_else(|_| unreachable!("a function for every name")));
         }
         let by = by.try_into().unwrap_or_else(|_| unreachable!("kernels of every product"));
-        let head = |(name, _)| Ok::<_, crate::Error>(module.function(name).map_err(failed(name))?.early());
+        let head = |(name, _)| module.early(name).map_err(failed(name));
         let [large, small] = HEAD_KINDS.map(head);
         Ok(DenseKernels { by, heads: [large?, small?], room: target.shared })
     }
 
     /// Whether rows of the results begin where the copy engine can store.
     pub(crate) fn can(&self, product: Product, p: &Gemm) -> bool {
-        let size = if product == Product::Gated { 2 } else { 4 };
-        (p.out_stride as usize * size).is_multiple_of(16) && p.out.is_multiple_of(16)
+        (p.out_stride as u64 * product.result_bytes()).is_multiple_of(16) && p.out.is_multiple_of(16)
     }
 
     /// Launches a product by the tiles that take the shortest time; the bits are the same with all.
@@ -193,7 +192,7 @@ impl DenseKernels {
         product: Product,
         p: &Gemm,
     ) -> std::result::Result<(), DriverError> {
-        self.launch(device, fastest(product, p, device.processors as usize), product, p)
+        self.launch(device, fastest(&KINDS, product, p, device.processors as usize), product, p)
     }
 
     fn launch(
@@ -205,8 +204,19 @@ impl DenseKernels {
     ) -> std::result::Result<(), DriverError> {
         let (kind, kernel) = (KINDS[index], &self.by[product as usize][index]);
         let all = kind.parameters(product, p)?;
-        let blocks = kind.tiles(product, p).min(device.processors as usize);
-        device.launch(kernel, (blocks, 1, 1), kind.threads(), kind.shared(self.room), &all)
+        self.launch_tiles(device, (kind, kernel), kind.tiles(product, p), &all)
+    }
+
+    /// As many blocks as there are multiprocessors or tiles.
+    fn launch_tiles<P: Copy>(
+        &self,
+        device: &Device,
+        (kind, kernel): (Kind, &Function),
+        tiles: usize,
+        parameters: &P,
+    ) -> std::result::Result<(), DriverError> {
+        let blocks = tiles.min(device.processors as usize);
+        device.launch(kernel, (blocks, 1, 1), kind.threads(), kind.shared(self.room), parameters)
     }
 
     /// Whether heads like these are finished by kernels that multiply.
@@ -221,10 +231,9 @@ impl DenseKernels {
         p: &Gemm,
         heads: &Heads,
     ) -> std::result::Result<(), DriverError> {
-        let processors = device.processors as usize;
-        let times = HEAD_KINDS.map(|(_, kind)| kind.time(Product::Store, p, processors));
-        let index = usize::from(times[1] < times[0]);
-        let (_, kind) = HEAD_KINDS[index];
+        let kinds = HEAD_KINDS.map(|(_, kind)| kind);
+        let index = fastest(&kinds, Product::Store, p, device.processors as usize);
+        let kind = kinds[index];
         let columns = (heads.heads * HEAD) as u64;
         let all = DenseHeads {
             dense: kind.parameters(Product::Store, p)?,
@@ -238,8 +247,7 @@ impl DenseKernels {
             kv_heads: heads.kv_heads as i32,
             layer: heads.layer as i32,
         };
-        let blocks = kind.tiles(Product::Store, p).min(processors);
-        device.launch(&self.heads[index], (blocks, 1, 1), kind.threads(), kind.shared(self.room), &all)
+        self.launch_tiles(device, (kind, &self.heads[index]), kind.tiles(Product::Store, p), &all)
     }
 }
 
@@ -333,7 +341,7 @@ mod tests {
     use super::*;
 
     fn chosen(product: Product, m: usize, n: usize, k: usize) -> usize {
-        fastest(product, &dense((0, m), 0, (0, n), (n, k), 0), 132)
+        fastest(&KINDS, product, &dense((0, m), 0, (0, n), (n, k), 0), 132)
     }
 
     #[test]

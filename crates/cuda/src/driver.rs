@@ -379,15 +379,6 @@ pub(crate) struct Function {
     function: sys::CUfunction,
     /// Whether it may begin before the kernel ahead of it has ended; it waits itself.
     early: bool,
-    /// Whether it was compiled for this GPU's architecture: what serves older ones too has no instruction to wait.
-    native: bool,
-}
-
-impl Function {
-    /// The same kernel, begun early where the GPU can do that and the kernel was compiled to wait.
-    pub(crate) fn early(self) -> Function {
-        Function { early: self.native, ..self }
-    }
 }
 
 // SAFETY: as for `Device`.
@@ -398,7 +389,7 @@ unsafe impl Sync for Function {}
 /// Compiled kernels on the GPU.
 pub(crate) struct Module {
     module: sys::CUmodule,
-    /// Whether it was compiled for this GPU's architecture.
+    /// Whether it was compiled for this GPU's architecture: what serves older ones too has no instruction to wait.
     native: bool,
     device: Arc<Device>,
 }
@@ -430,7 +421,12 @@ impl Module {
         let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: just found.
         unsafe { result::function::set_function_attribute(function, attribute, most) }?;
-        Ok(Function { function, early: false, native: self.native })
+        Ok(Function { function, early: false })
+    }
+
+    /// The same kernel, begun early where the GPU can do that and the kernel was compiled to wait.
+    pub(crate) fn early(&self, name: &str) -> std::result::Result<Function, DriverError> {
+        Ok(Function { early: self.native, ..self.function(name)? })
     }
 }
 

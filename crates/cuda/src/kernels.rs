@@ -102,7 +102,7 @@ impl Kernels {
         let dense = Source::dense(target).map(|_| next());
         let few = next();
         let find = |module: &Module, name: &'static str| module.function(name).map_err(failed(name));
-        let early = |module: &Module, name: &'static str| Ok::<_, crate::Error>(find(module, name)?.early());
+        let early = |module: &Module, name: &'static str| module.early(name).map_err(failed(name));
         let mut weights = BTreeMap::new();
         let mut of_types = Vec::new();
         for ty in types {
@@ -183,11 +183,12 @@ impl Kernels {
 impl WeightKernels {
     pub(crate) fn new(module: &Module) -> Result<WeightKernels> {
         let find = |name: &'static str| module.function(name).map_err(failed(name));
+        let early = |name: &'static str| module.early(name).map_err(failed(name));
         Ok(WeightKernels {
             decode_f32: find("decode_f32")?,
-            decode_bf16: find("decode_bf16")?.early(),
+            decode_bf16: early("decode_bf16")?,
             decode_experts: find("decode_experts")?,
-            decode_split: find("decode_split")?.early(),
+            decode_split: early("decode_split")?,
             embed: find("embed")?,
         })
     }

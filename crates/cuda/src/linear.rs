@@ -88,6 +88,13 @@ pub enum Product {
     Split,
 }
 
+impl Product {
+    /// Bytes of a number of the results: bf16 of gated products, else f32.
+    pub(crate) fn result_bytes(self) -> u64 {
+        if self == Product::Gated { 2 } else { 4 }
+    }
+}
+
 /// Rows that are multiplied, bf16.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows {
@@ -104,9 +111,15 @@ impl Cuda {
         (out, stride): (u64, usize),
         product: Product,
     ) -> Done {
+        let p = self.side_by_side(matrices, x, (out, stride))?;
+        self.multiply(product, p)
+    }
+
+    /// The product with several matrices, which are decoded.
+    fn side_by_side(&mut self, matrices: &[Matrix], x: Rows, out: (u64, usize)) -> Result<Gemm, DriverError> {
         let b = self.decoded(matrices)?;
         let (n, k) = (matrices.iter().map(|m| m.rows).sum::<usize>(), matrices[0].cols);
-        self.multiply(product, dense((x.at, x.count), b, (out, stride), (n, k), 0))
+        Ok(dense((x.at, x.count), b, out, (n, k), 0))
     }
 
     /// The projections of an attention layer, heads finished, if there is a kernel for that. Returns whether there is.
@@ -121,9 +134,7 @@ impl Cuda {
         if !can || self.kernels.dense.is_none() {
             return Ok(false);
         }
-        let b = self.decoded(matrices)?;
-        let (n, k) = (matrices.iter().map(|m| m.rows).sum::<usize>(), matrices[0].cols);
-        let p = dense((x.at, x.count), b, (out, stride), (n, k), 0);
+        let p = self.side_by_side(matrices, x, (out, stride))?;
         let kernels = self.kernels.dense.as_ref().expect("asked above");
         kernels.multiply_heads(&self.device, &p, heads)?;
         Ok(true)
@@ -167,7 +178,6 @@ impl Cuda {
             Product::Split => (&self.kernels.gemm_split, 128, 3),
         };
         let processors = self.device.processors as usize;
-        let out_bytes = if product == Product::Gated { 2 } else { 4 };
         let (_, shared) = gemm_stages(&self.target);
         for first in (0..p.m as usize).step_by(AT_ONCE) {
             let m = (p.m as usize - first).min(AT_ONCE);
@@ -176,7 +186,7 @@ impl Cuda {
             let (rows, _) = HEIGHTS.iter().min_by_key(time).expect("there are some");
             let part = Gemm {
                 a: p.a + 2 * first as u64 * p.a_stride as u64,
-                out: p.out + out_bytes * first as u64 * p.out_stride as u64,
+                out: p.out + product.result_bytes() * first as u64 * p.out_stride as u64,
                 scale: p.scale + 4 * first as u64,
                 m: m as i32,
                 tile_rows: *rows as i32,
