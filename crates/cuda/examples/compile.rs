@@ -30,7 +30,10 @@ const HOT: &[&str] = &[
     "attn_single",
     "few_rows",
     "many_tiles",
+    "few_spans",
+    "more_spans",
     "few_head",
+    "more_head",
     "experts_up",
     "experts_down",
 ];

@@ -39,6 +39,7 @@ mod place;
 mod plan;
 mod slots;
 mod sources;
+mod spans;
 mod state;
 mod transfer;
 mod uploads;

@@ -22,6 +22,7 @@ const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
 const FEW_EXPERTS: &str = include_str!("../kernels/few_experts.cu");
 const SPANS: &str = include_str!("../kernels/spans.cuh");
+const FEW_SPANS: &str = include_str!("../kernels/few_spans.cu");
 const FEW_HEAD: &str = include_str!("../kernels/few_head.cu");
 const WHOLE: &str = include_str!("../kernels/whole.cuh");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
@@ -303,8 +304,8 @@ impl Source {
     pub fn few(target: &Target, types: &[Type]) -> Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
         let tables = codebooks(types);
-        let shared = [COMMON, &tables, TYPES, RUNS, WHOLE, ROUTE, &PIPELINE, FEW_ROWS, FEW, FEW_EXPERTS];
-        let parts = [&shared[..], &[SPANS, FEW_HEAD]].concat();
+        let shared = [COMMON, &tables, TYPES, RUNS, WHOLE, ROUTE, &PIPELINE, FEW_ROWS, FEW, SPANS];
+        let parts = [&shared[..], &[FEW_SPANS, FEW_HEAD, FEW_EXPERTS]].concat();
         let name = format!("few {}", names.join(" "));
         let defines = [
             format!("TYPES={}", names.join(",")),
