@@ -55,15 +55,12 @@ struct FewRows {
     numbers: u64,
     index: u64,
     norm: u64,
-    gate: u64,
     normed: u64,
     rounded: u64,
     cols: i32,
     count: i32,
     out_stride: i32,
     add: i32,
-    head: i32,
-    gate_stride: i32,
     eps: f32,
     room_at: i32,
     table_at: i32,
@@ -104,8 +101,6 @@ pub(crate) enum Input {
     },
     /// bf16 rows, one after the other.
     Numbers(u64),
-    /// Norms of heads of f32 rows, gated by SiLU of rows that lie `stride` numbers apart.
-    Heads { x: u64, weight: u64, head: usize, gate: u64, stride: usize },
 }
 
 /// A matrix and the address of its results of the first row.
@@ -230,10 +225,6 @@ impl Cuda {
                 (p.norm, p.normed, p.rounded) = (weight, per_row(normed, 4), per_row(rounded, 2));
             }
             Input::Numbers(at) => p.numbers = per_row(at, 2),
-            Input::Heads { x, weight, head, gate, stride } => {
-                (p.x, p.norm, p.gate) = (per_row(x, 4), weight, gate + 4 * (first * stride) as u64);
-                (p.head, p.gate_stride) = (head as i32, stride as i32);
-            }
         }
         p
     }
