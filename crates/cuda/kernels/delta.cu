@@ -145,96 +145,180 @@ struct Single {
     const float *const *from; // of each row: the slot before; may be null: zeros
     float *const *to;         // of each row: the slot after
     long offset;              // of the layer in a slot: its window, then its states
-    float *out;               // [rows, value heads · DIM]
+    const float *norm;        // [DIM]
+    u16 *out;                 // [rows, value heads · DIM]
+    float eps;
 };
 
-// A block of `delta_single` holds 32 columns of a head's state; 16 groups of its threads, a warp each, share the keys.
-const int COLUMNS = 32, PARTS = 16, KEYS = DIM / PARTS;
+// A block of `delta_single` has the state of a head, 64 KB that lie together where DIM is 128: 16 warps, four groups of columns by four
+// quarters of the keys; in a warp, eight lanes side by side have the columns of the group, and four of those share the quarter.
+const int SINGLE_THREADS = 512, KEYS = DIM / 16, ACROSS = DIM / 32; // of a thread: KEYS by ACROSS numbers
 
-/// What is left of a channel's convolution but for the newest input; its window moves on by all other inputs if `writes`.
-DEVICE float convolve_before(const Single &p, const float *before, float *after, int channel, bool writes) {
+struct __align__(ACROSS == 3 ? 4 : 4 * ACROSS) Columns {
+    float x[ACROSS];
+};
+
+/// What is left of a channel's convolution but for the newest input; its window moves on by all other inputs if `moves`. The last three of
+/// those are loaded together.
+DEVICE float convolve_before(const Single &p, const float *before, float *after, int channel, bool moves) {
     int taps = p.shape.taps, count = channels(p.shape);
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int t = 0; t < taps - 1; t++) {
-        float old = before ? before[(long)t * count + channel] : 0.0f;
-        sum = fmaf(p.weights[channel * taps + t], old, sum);
-        if (writes && t > 0) after[(long)(t - 1) * count + channel] = old;
+    const float *weights = p.weights + channel * taps;
+    float sum = 0.0f, old[3], factors[3];
+#pragma unroll 1
+    for (int t = 0; t < taps - 4; t++) {
+        float old = before ? before[t * count + channel] : 0.0f;
+        sum = fmaf(weights[t], old, sum);
+        if (moves && t > 0) after[(t - 1) * count + channel] = old;
+    }
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        int t = taps - 4 + i;
+        factors[i] = t >= 0 ? weights[t] : 0.0f;
+        old[i] = t >= 0 && before ? before[t * count + channel] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        int t = taps - 4 + i;
+        sum = fmaf(factors[i], old[i], sum);
+        if (moves && t > 0) after[(t - 1) * count + channel] = old[i];
     }
     return sum;
 }
 
-/// One token of each of several sequences, from convolution to the delta rule's output, not normed. Grid: (value heads,
-/// DIM / 32, rows); 512 threads: thread (part, column) holds a column of a sixteenth of the state's rows. With S the state, kept
-/// in part: d = beta (v - S k), S + k d is the new one, and q S + (q · k) d the output, so that one sum over parts serves both.
-KERNEL __launch_bounds__(512, 2) void delta_single(Single p) {
-    __shared__ __align__(16) float q[DIM], k[DIM];
-    __shared__ float v[COLUMNS], partial[2][PARTS][COLUMNS];
+/// This thread's keys of a vector in shared memory.
+DEVICE void load_keys(float to[KEYS], const float *from) {
+    const int STEP = KEYS % 4 == 0 ? 4 : 2;
+#pragma unroll
+    for (int i = 0; i < KEYS; i += STEP) {
+        if (STEP == 4) {
+            float4 x = *(const float4 *)(from + i);
+            to[i] = x.x, to[i + 1] = x.y, to[(i + 2) % KEYS] = x.z, to[(i + 3) % KEYS] = x.w;
+        } else {
+            float2 x = *(const float2 *)(from + i);
+            to[i] = x.x, to[i + 1] = x.y;
+        }
+    }
+}
+
+/// The sum over lanes that are 8 and 16 apart: of x in lanes with l / 8 % 2 = 0, of y in the others.
+DEVICE float sum_of_two(float x, float y) {
+    bool second = threadIdx.x & 8;
+    float sum = (second ? y : x) + __shfl_xor_sync(~0u, second ? x : y, 8);
+    return sum + __shfl_xor_sync(~0u, sum, 16);
+}
+
+/// In shared memory.
+struct StepRoom {
+    __align__(16) float vectors[3 * DIM];   // q | k | v
+    __align__(16) float partial[2][4][DIM]; // S k and S q of a quarter of the keys
+    __align__(16) float gates[DIM];         // times the norm's weights
+    float lengths[3], beta, keep;           // q · q, k · k, q · k
+};
+
+/// Sums over keys, of S k or S q.
+DEVICE void sum_quarters(float to[ACROSS], const float (&from)[4][DIM], int column) {
+    Columns x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = *(const Columns *)(from[i] + column);
+#pragma unroll
+    for (int w = 0; w < ACROSS; w++) to[w] = (x[0].x[w] + x[1].x[w]) + (x[2].x[w] + x[3].x[w]);
+}
+
+/// What is added to S, by k: d = beta (v − S k), k brought to length 1.
+DEVICE void difference(float d[ACROSS], const StepRoom &room, int column) {
+    float k_scale = rsqrtf(room.lengths[1] + L2_EPS), of_sum = -room.keep * k_scale, factor = room.beta * k_scale;
+    sum_quarters(d, room.partial[0], column);
+    Columns v = *(const Columns *)(room.vectors + 2 * DIM + column);
+#pragma unroll
+    for (int w = 0; w < ACROSS; w++) d[w] = factor * fmaf(of_sum, d[w], v.x[w]);
+}
+
+/// One token of each of several sequences, from convolution to the delta rule's output, normed and gated. With S the state, kept in part:
+/// S + k d is the new one, and q S + (q · k) d the output, so that one sum over keys serves both; the decay is applied to sums.
+/// Grid: (value heads, rows).
+KERNEL __launch_bounds__(SINGLE_THREADS, 2) void delta_single(Single p) {
+    __shared__ StepRoom room;
     next();
     const Shape &s = p.shape;
-    int head = blockIdx.x, row = blockIdx.z, per_key = s.value_heads / s.key_heads, key_head = head / per_key;
-    int thread = threadIdx.x, part = thread / COLUMNS, own = thread % COLUMNS, column = blockIdx.y * COLUMNS + own;
+    int head = blockIdx.x, row = blockIdx.y, per_key = s.value_heads / s.key_heads, key_head = head / per_key;
+    int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, quarter = warp / 4;
+    int column = (warp % 4 * 8 + lane % 8) * ACROSS, key = (quarter * 4 + lane / 8) * KEYS;
     const float *before = p.from[row] ? p.from[row] + p.offset : 0, *input = p.projected + (long)row * s.stride;
     float *after = p.to[row] + p.offset;
-    int count = channels(s);
-    long at = (long)(s.taps - 1) * count + ((long)head * DIM + part * KEYS) * DIM + column;
+    int at = (s.taps - 1) * channels(s) + (head * DIM + key) * DIM + column;
     // Neither the state nor the window depends on the kernel before: they are on their way while that one ends. Nothing in this
     // pass reads what is written meanwhile.
-    float state[KEYS];
+    Columns state[KEYS] = {};
+    if (before) {
 #pragma unroll
-    for (int i = 0; i < KEYS; i++) state[i] = before ? before[at + i * DIM] : 0.0f;
-    // The first DIM threads take the channels of q, the next those of k, then come those of v.
-    int which = thread / DIM, place = thread % DIM, channel = -1;
-    bool writes = true;
-    if (which < 2) {
-        channel = (which == 0 ? key_head : s.key_heads + key_head) * DIM + place;
-        writes = blockIdx.y == 0 && head % per_key == 0;
-    } else if (thread < 2 * DIM + COLUMNS) {
-        channel = (2 * s.key_heads + head) * DIM + blockIdx.y * COLUMNS + thread - 2 * DIM;
+        for (int i = 0; i < KEYS; i++) state[i] = *(const Columns *)(before + at + i * DIM);
     }
+    // The first DIM threads take the channels of q, the next those of k, then come those of v.
+    int which = thread / DIM, channel = (which == 2 ? 2 * s.key_heads + head : which * s.key_heads + key_head) * DIM + thread % DIM;
+    bool moves = which == 2 || head % per_key == 0;
     float history = 0.0f, newest_weight = 0.0f;
-    if (channel >= 0) {
-        history = convolve_before(p, before, after, channel, writes);
+    if (which < 3) {
+        history = convolve_before(p, before, after, channel, moves);
         newest_weight = p.weights[channel * s.taps + s.taps - 1];
     }
-    float a = p.a[head], bias = p.dt_bias[head];
     previous();
-    const float *raw = input + count + s.value_heads * DIM + head;
-    float raw_beta = raw[0], raw_alpha = raw[s.value_heads];
-    if (channel >= 0) {
-        float newest = input[channel], x = silu(fmaf(newest_weight, newest, history));
-        *(which == 0 ? q + place : which == 1 ? k + place : v + thread - 2 * DIM) = x;
-        if (writes && s.taps > 1) after[(long)(s.taps - 2) * count + channel] = newest;
-    }
-    float beta = sigmoid(raw_beta), keep = expf(a * softplus(raw_alpha + bias));
-    __syncthreads();
-    // Every warp works out the lengths of q and k and their product by itself, so that nobody waits for it.
-    float q_squares = 0.0f, k_squares = 0.0f, product = 0.0f;
+    const float *z = input + channels(s) + head * DIM, *raw = input + channels(s) + s.value_heads * DIM + head;
+    if (which < 3) {
+        float newest = input[channel];
+        room.vectors[thread] = silu(fmaf(newest_weight, newest, history));
+        if (moves && s.taps > 1) after[(s.taps - 2) * channels(s) + channel] = newest;
+    } else if (warp == 15) {
+        float x = sigmoid(raw[0]), y = expf(p.a[head] * softplus(raw[s.value_heads] + p.dt_bias[head]));
+        if (lane == 0) room.beta = x, room.keep = y;
+    } else if (warp == 14) {
 #pragma unroll
-    for (int i = 0; i < (DIM + 31) / 32; i++) {
-        float x = i * 32 + own < DIM ? q[i * 32 + own] : 0.0f, y = i * 32 + own < DIM ? k[i * 32 + own] : 0.0f;
-        q_squares = fmaf(x, x, q_squares), k_squares = fmaf(y, y, k_squares), product = fmaf(x, y, product);
+        for (int i = lane; i < DIM; i += 32) room.gates[i] = p.norm[i] * silu(z[i]);
     }
-    float of_k = 0.0f, of_q = 0.0f;
+    __syncthreads();
+    float k[KEYS], q[KEYS], of_k[ACROSS] = {}, of_q[ACROSS] = {};
+    load_keys(k, room.vectors + DIM + key), load_keys(q, room.vectors + key);
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
-        state[i] *= keep;
-        of_k = fmaf(state[i], k[part * KEYS + i], of_k), of_q = fmaf(state[i], q[part * KEYS + i], of_q);
+#pragma unroll
+        for (int w = 0; w < ACROSS; w++) {
+            of_k[w] = fmaf(state[i].x[w], k[i], of_k[w]), of_q[w] = fmaf(state[i].x[w], q[i], of_q[w]);
+        }
     }
-    partial[0][part][own] = of_k, partial[1][part][own] = of_q;
-    q_squares = warp_sum(q_squares), k_squares = warp_sum(k_squares), product = warp_sum(product);
-    float q_scale = rsqrtf((float)DIM) / sqrtf(q_squares + L2_EPS), k_scale = 1.0f / sqrtf(k_squares + L2_EPS);
+#pragma unroll
+    for (int w = 0; w < ACROSS; w++) {
+        float sum = sum_of_two(of_k[w], of_q[w]);
+        if (lane < 16) room.partial[lane / 8][quarter][column + w] = sum;
+    }
+    if (warp < 3) {
+        const float *x = room.vectors + (warp == 1) * DIM + lane, *y = room.vectors + (warp > 0) * DIM + lane;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PER; i++) sum = fmaf(x[i * 32], y[i * 32], sum);
+        sum = warp_sum(sum);
+        if (lane == 0) room.lengths[warp] = sum;
+    }
     __syncthreads();
-    of_k = of_q = 0.0f;
+    if (warp == 0) {
+        float d[ACROSS], o[ACROSS], squares = 0.0f, q_scale = rsqrtf((float)DIM) * rsqrtf(room.lengths[0] + L2_EPS);
+        difference(d, room, lane * ACROSS), sum_quarters(o, room.partial[1], lane * ACROSS);
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) of_k += partial[0][i][own];
-    float d = beta * (v[own] - of_k * k_scale);
-    if (part == 0) {
+        for (int w = 0; w < ACROSS; w++) {
+            o[w] = q_scale * fmaf(room.lengths[2], d[w], room.keep * o[w]);
+            squares = fmaf(o[w], o[w], squares);
+        }
+        float scale = rsqrtf(warp_sum(squares) * (1.0f / DIM) + p.eps);
+        Columns gates = *(const Columns *)(room.gates + lane * ACROSS);
+        u16 *to = p.out + ((long)row * s.value_heads + head) * DIM + lane * ACROSS;
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) of_q += partial[1][i][own];
-        p.out[((long)row * s.value_heads + head) * DIM + column] = q_scale * fmaf(product * k_scale, d, of_q);
+        for (int w = 0; w < ACROSS; w++) to[w] = bf16(o[w] * scale * gates.x[w]);
     }
-    d *= k_scale;
+    float d[ACROSS], keep = room.keep;
+    difference(d, room, column);
+    load_keys(k, room.vectors + DIM + key); // once more, as registers are few
 #pragma unroll
-    for (int i = 0; i < KEYS; i++) after[at + i * DIM] = fmaf(k[part * KEYS + i], d, state[i]);
+    for (int i = 0; i < KEYS; i++) {
+#pragma unroll
+        for (int w = 0; w < ACROSS; w++) state[i].x[w] = fmaf(k[i], d[w], keep * state[i].x[w]);
+        *(Columns *)(after + at + i * DIM) = state[i];
+    }
 }

@@ -52,15 +52,12 @@ pub(crate) struct FewRows {
     pub(crate) numbers: u64,
     pub(crate) index: u64,
     pub(crate) norm: u64,
-    gate: u64,
     pub(crate) normed: u64,
     pub(crate) rounded: u64,
     pub(crate) cols: i32,
     count: i32,
     pub(crate) out_stride: i32,
     pub(crate) add: i32,
-    head: i32,
-    gate_stride: i32,
     pub(crate) eps: f32,
     room_at: i32,
     table_at: i32,
@@ -101,8 +98,6 @@ pub(crate) enum Input {
     },
     /// bf16 rows, one after the other.
     Numbers(u64),
-    /// Norms of heads of f32 rows, gated by SiLU of rows that lie `stride` numbers apart.
-    Heads { x: u64, weight: u64, head: usize, gate: u64, stride: usize },
 }
 
 /// A matrix and the address of its results of the first row.
@@ -228,10 +223,6 @@ impl Cuda {
                 (p.norm, p.normed, p.rounded) = (weight, per_row(normed, 4), per_row(rounded, 2));
             }
             Input::Numbers(at) => p.numbers = per_row(at, 2),
-            Input::Heads { x, weight, head, gate, stride } => {
-                (p.x, p.norm, p.gate) = (per_row(x, 4), weight, gate + 4 * (first * stride) as u64);
-                (p.head, p.gate_stride) = (head as i32, stride as i32);
-            }
         }
         p
     }

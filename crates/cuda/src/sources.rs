@@ -30,6 +30,7 @@ const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
 const CELLS: &str = include_str!("../kernels/cells.cu");
 const ATTENTION: &str = include_str!("../kernels/attention.cu");
+const ATTN_SINGLE: &str = include_str!("../kernels/attn_single.cu");
 const MIX: &str = include_str!("../kernels/mix.cu");
 const PEAKS: &str = include_str!("../kernels/peaks.cu");
 const FETCH: &str = include_str!("../kernels/fetch.cu");
@@ -349,7 +350,7 @@ impl Source {
     pub fn attention(target: &Target, dim: usize, kv: KvType) -> Source {
         let single = i32::from(kv == KvType::F32);
         let defines = [format!("DIM={dim}"), format!("KV_F32={single}")];
-        let (mut parts, products) = (vec![COMMON, ATTENTION], wgmma::of_attention());
+        let (mut parts, products) = (vec![COMMON, ATTENTION, ATTN_SINGLE], wgmma::of_attention());
         if mix_shared(target, dim).is_some() {
             parts.extend([&PIPELINE, &products[..], MIX]);
         }

@@ -46,7 +46,7 @@ impl Way {
         let first = plain.next();
         let spans = coded.clone().all(|output| has_spans(output.matrix.ty)) && plain.all(|ty| Some(ty) == first);
         match (outputs, input) {
-            _ if !spans || matches!(input, Input::Heads { .. }) => Way::Rows,
+            _ if !spans => Way::Rows,
             (&[output], Input::Norm { normed: 0, rounded: 0, .. }) if !add && !is_plain(&&output) => Way::Head,
             _ => Way::Spans,
         }
