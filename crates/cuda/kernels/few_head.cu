@@ -5,7 +5,7 @@
 //
 // Shared memory: x ([row][span] records of SPAN_X), sums of some tiles ([tile][warp][row][16]), twice, stages.
 
-const int HEAD_THREADS = 256, MOST_STAGES = 8;
+const int HEAD_THREADS = 256, HEAD_WARPS = HEAD_THREADS / 32, MOST_STAGES = 8;
 
 struct HeadRows {
     SpanRows rows;              // `each`: tiles whose sums are added up at a time; `tiles_at`: of stages
@@ -32,7 +32,7 @@ template <int SETS> DEVICE void multiply_head(const HeadRows &head) {
     int tiles = p.ends[3], of_tiles = p.each * share.parts * TILE * p.count;
     u32 full = shared_address(barriers), empty = full + 8 * MOST_STAGES;
     if (threadIdx.x < MOST_STAGES) {
-        barrier_init(full + 8 * threadIdx.x, copies(share)), barrier_init(empty + 8 * threadIdx.x, blockDim.x / 32);
+        barrier_init(full + 8 * threadIdx.x, TILE / HEAD_WARPS * copies()), barrier_init(empty + 8 * threadIdx.x, HEAD_WARPS);
         barriers_made();
     }
     __syncthreads();
@@ -41,8 +41,10 @@ template <int SETS> DEVICE void multiply_head(const HeadRows &head) {
         if (ahead.tile >= tiles) return;
         if (ahead.use > 0) barrier_wait(empty + 8 * ahead.stage, (ahead.use - 1) & 1);
         u32 to = shared_address(shared) + p.tiles_at + ahead.stage * head.stage_bytes;
-        int first = ahead.tile * TILE;
-        if ((int)threadIdx.x / 32 >= first_copier(share)) copy_tile_rows(p.matrices[0], first, share, to, full + 8 * ahead.stage);
+#pragma unroll
+        for (int i = 0; i < TILE / HEAD_WARPS; i++) {
+            copy_tiles(p, ahead.tile, 1, threadIdx.x / 32 + i * HEAD_WARPS, to, full + 8 * ahead.stage);
+        }
         Item::advance(ahead, head.stages);
     };
 #pragma unroll 1

@@ -11,7 +11,8 @@
 // Shared memory: x ([row][span] records of SPAN_X), sums of tiles ([tile][part][row][16]), parts of plain rows' results
 // ([plain][FEW][span]), plain rows, tiles.
 
-const int SPAN_THREADS = 512; // of a block
+const int SPAN_THREADS = 512; // of a block: a warp for each row of a tile
+static_assert(SPAN_THREADS == 32 * TILE, "rows are copied by warps");
 const int MOST_TILES = 8;     // of a block
 #if __CUDA_ARCH__ >= 900
 const int SPAN_BLOCKS = 2; // that share a multiprocessor, each the half of its registers
@@ -65,49 +66,45 @@ struct Share {
     }
 };
 
-/// Warps that have weights copied: where there are several groups, not those that stage x first.
-DEVICE int first_copier(const Share &share) {
-#if __CUDA_ARCH__ >= 900
-    return share.groups > 1 ? share.parts : 0;
-#else
-    return 0;
-#endif
-}
-
 /// How often a barrier is arrived at when something is copied.
-DEVICE int copies(const Share &share) {
+DEVICE int copies() {
 #if __CUDA_ARCH__ >= 900
-    return blockDim.x / 32 - first_copier(share);
+    return blockDim.x / 32;
 #else
     return blockDim.x;
 #endif
 }
 
-/// Begins to copy this warp's rows of a tile: as an arrival at its barrier, which waits for them as well.
-DEVICE void copy_tile_rows(const Matrix &m, int first, const Share &share, u32 to, u32 barrier) {
-    int begin = first_copier(share), by = blockDim.x / 32 - begin, rows = min(TILE, m.rows - first), stride = pitch(m.row_bytes);
-    const u8 *from = m.at + (long)first * m.row_bytes;
+/// Begins to copy `bytes` from `from` on, whole words of 16: as an arrival at a barrier, which waits for them as well. By a warp.
+DEVICE void copy_row(u32 to, const u8 *from, int bytes, u32 barrier) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x % 32 > 0) return;
-    // Whole words of 16 bytes around a row.
-    auto around = [&](int row) { return (((int)(u64)(from + row * m.row_bytes) & 15) + m.row_bytes + 15) & ~15; };
-    int bytes = 0;
-#pragma unroll 1
-    for (int row = threadIdx.x / 32 - begin; row < rows; row += by) bytes += around(row);
     barrier_expect(barrier, bytes);
-#pragma unroll 1
-    for (int row = threadIdx.x / 32 - begin; row < rows; row += by) {
-        bulk_copy(to + row * stride, (const u8 *)((u64)(from + row * m.row_bytes) & ~15ull), around(row), barrier);
-    }
+    if (bytes > 0) bulk_copy(to, from, bytes, barrier);
 #else
-    for (int row = threadIdx.x / 32; row < rows; row += by) {
-        const u8 *at = from + row * m.row_bytes, *begin = (const u8 *)((u64)at & ~15ull);
-        for (int i = threadIdx.x % 32 * 16; i < (int)(at - begin) + m.row_bytes; i += 32 * 16) {
-            copy_16(to + row * stride + i, begin + i, true);
-        }
-    }
+    for (int i = threadIdx.x % 32 * 16; i < bytes; i += 32 * 16) copy_16(to + i, from + i, true);
     barrier_arrive_copied(barrier);
 #endif
+}
+
+/// Begins to copy row `row` of some neighbouring tiles, one behind the other, each with a barrier of its own.
+DEVICE void copy_tiles(const SpanRows &p, int tile, int tiles, int row, u32 to, u32 barrier) {
+#pragma unroll 1
+    while (tiles > 0) {
+        Place place = Place::of(p, tile);
+        const Matrix &m = p.matrices[place.matrix];
+        int same = min(tiles, p.ends[place.matrix] - tile), left = m.rows - place.first - row;
+        const u8 *from = m.at + (long)(place.first + row) * m.row_bytes;
+        // Whole words of 16 bytes around the row: as many for each tile.
+        int bytes = (((int)(u64)from & 15) + m.row_bytes + 15) & ~15;
+        from = (const u8 *)((u64)from & ~15ull);
+        u32 at = to + row * pitch(m.row_bytes);
+        tile += same, tiles -= same, to += same * place.bytes;
+#pragma unroll 1
+        for (; same > 0; same--, left -= TILE, from += TILE * m.row_bytes, at += place.bytes, barrier += 8) {
+            copy_row(at, from, left > 0 ? bytes : 0, barrier);
+        }
+    }
 }
 
 /// Eight numbers of a lane.
@@ -156,23 +153,12 @@ DEVICE int plain_count(const SpanRows &p) {
 DEVICE int plain_pitch(const SpanRows &p) { return (p.plain[0].row_bytes + 15) & ~15; }
 
 /// Begins to copy a block's plain rows, each by a warp.
-DEVICE void copy_plain(const SpanRows &p, const Share &share, u32 to, int plain, u32 barrier) {
-    int begin = first_copier(share), by = blockDim.x / 32 - begin, warp = threadIdx.x / 32 - begin, lane = threadIdx.x % 32, row;
-#if __CUDA_ARCH__ >= 900
-    if (lane > 0) return;
-    barrier_expect(barrier, plain > warp ? ((plain - 1 - warp) / by + 1) * p.plain[0].row_bytes : 0);
-    for (int i = warp; i < plain; i += by) {
-        const Matrix &m = plain_row(p, i, row);
-        bulk_copy(to + i * plain_pitch(p), m.at + (long)row * m.row_bytes, m.row_bytes, barrier);
+DEVICE void copy_plain(const SpanRows &p, u32 to, int plain, u32 barrier) {
+    int row, warps = blockDim.x / 32;
+    for (int i = threadIdx.x / 32; i < p.plain_each; i += warps) {
+        const Matrix &m = plain_row(p, min(i, plain - 1), row);
+        copy_row(to + i * plain_pitch(p), m.at + (long)row * m.row_bytes, i < plain ? m.row_bytes : 0, barrier);
     }
-#else
-    for (int i = warp; i < plain; i += by) {
-        const Matrix &m = plain_row(p, i, row);
-        const u8 *from = m.at + (long)row * m.row_bytes;
-        for (int at = lane * 16; at < m.row_bytes; at += 32 * 16) copy_16(to + i * plain_pitch(p) + at, from + at, true);
-    }
-    barrier_arrive_copied(barrier);
-#endif
 }
 
 /// The sums over a warp of four numbers: of number 2 · bit 4 + bit 3 of a lane, in every lane.
@@ -199,33 +185,15 @@ template <class T> DEVICE void plain_parts(const u8 *from, int pitch, int column
     }
 }
 
-/// Multiplies plain rows with a row's columns of a span; parts of results are [plain][FEW][spans].
-DEVICE void multiply_plain_rows(const SpanRows &p, u8 *shared, int plain, int r, int span, const float y[8]) {
-    int lane = threadIdx.x % 32, spans = spans_of(p.cols);
-    float *parts = (float *)(shared + p.plain_at);
-    const u8 *rows = (const u8 *)(parts + p.plain_each * FEW * spans);
-#pragma unroll 1
-    for (int j = 0; j < plain; j += 4) {
-        float own[4] = {};
-        with_type(p.plain[0].type, All(), [&](auto type) {
-            typedef decltype(type) T;
-            if constexpr (T::LEN == 8) plain_parts<T>(rows + j * plain_pitch(p), plain_pitch(p), span * SPAN + lane * 8, y, own);
-        });
-        float sum = four_sums(own);
-        int which = j + lane / 16 * 2 + lane / 8 % 2;
-        if (lane % 8 == 0 && which < plain) parts[(which * FEW + r) * spans + span] = sum;
-    }
-}
-
-/// Stages the columns of a span of some rows, and multiplies plain rows with them: side by side, so that one row's steps need not
-/// wait for another's. Rows that are not there are staged as the last one, again.
-template <int ROWS>
-DEVICE void stage_rows(const SpanRows &p, u8 *shared, int first, int end, int span, int plain, const float norm[8]) {
+/// Stages the columns of a span of some rows: side by side, so that one row's steps need not wait for another's. Rows that are not
+/// there are staged as the last one, again.
+template <int ROWS> DEVICE void stage_rows(const SpanRows &p, u8 *shared, int first, int end, int span) {
     int lane = threadIdx.x % 32, column = span * SPAN + lane * 8, stride = spans_of(p.cols) * SPAN_X;
     bool inside = column < p.cols;
     u8 *records = shared + span * SPAN_X;
     Numbers all[ROWS];
-    float y[ROWS][8], squares[ROWS];
+    float y[ROWS][8], squares[ROWS], norm[8];
+    if (p.norm) spread(numbers_at(p.norm + column, inside), norm);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         all[i] = raw(p, min(first + i, end - 1), column, inside);
@@ -244,18 +212,33 @@ DEVICE void stage_rows(const SpanRows &p, u8 *shared, int first, int end, int sp
         for (int i = 0; i < ROWS * 8; i++) y[i / 8][i % 8] *= norm[i % 8];
     }
     put_x<ROWS>(records + first * stride, stride, min(ROWS, end - first), y, squares);
-    if (plain > 0) {
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            if (first + i < end) multiply_plain_rows(p, shared, plain, first + i, span, y[i]);
-        }
-    }
 }
 
-/// The same of some rows from `first` on.
-template <int STAGED> DEVICE void stage_span(const SpanRows &p, u8 *shared, int first, int end, int span, int plain, const float norm[8]) {
+/// Multiplies plain rows with the columns of a span of all rows; parts of results are [plain][FEW][spans].
+DEVICE void multiply_plain_rows(const SpanRows &p, u8 *shared, int plain, int span) {
+    int lane = threadIdx.x % 32, spans = spans_of(p.cols), column = span * SPAN + lane * 8;
+    bool inside = column < p.cols;
+    float *parts = (float *)(shared + p.plain_at), norm[8];
+    const u8 *rows = (const u8 *)(parts + p.plain_each * FEW * spans);
+    spread(numbers_at(p.norm + column, inside), norm);
 #pragma unroll 1
-    for (; first < end; first += STAGED) stage_rows<STAGED>(p, shared, first, end, span, plain, norm);
+    for (int r = 0; r < p.count; r++) {
+        float y[8];
+        spread(raw(p, r, column, inside), y);
+#pragma unroll
+        for (int i = 0; i < 8; i++) y[i] *= norm[i];
+#pragma unroll 1
+        for (int j = 0; j < plain; j += 4) {
+            float own[4] = {};
+            with_type(p.plain[0].type, All(), [&](auto type) {
+                typedef decltype(type) T;
+                if constexpr (T::LEN == 8) plain_parts<T>(rows + j * plain_pitch(p), plain_pitch(p), column, y, own);
+            });
+            float sum = four_sums(own);
+            int which = j + lane / 16 * 2 + lane / 8 % 2;
+            if (lane % 8 == 0 && which < plain) parts[(which * FEW + r) * spans + span] = sum;
+        }
+    }
 }
 
 /// What the sums of row r are multiplied with.
@@ -328,25 +311,21 @@ DEVICE void store_normed(const SpanRows &p, const u8 *shared) {
     }
 }
 
-/// The columns of a norm's weights that this lane stages of a span.
-DEVICE void norm_at(const SpanRows &p, int span, float norm[8]) {
-    int column = span * SPAN + threadIdx.x % 32 * 8;
-    Numbers v = {};
-    if (p.norm) v = numbers_at(p.norm + column, column < p.cols);
-    spread(v, norm);
-}
-
-/// Stages this warp's rows of its spans, behind the wait for the kernel before.
+/// Stages this warp's rows of its spans, behind the wait for the kernel before. Plain rows are left to the last group, if there are
+/// several.
 template <int STAGED> DEVICE void stage_spans(const SpanRows &p, const Share &share, u8 *shared, int plain, u32 of_plain) {
-    int each = (p.count + share.groups - 1) / share.groups, first = share.group * each, end = min(first + each, p.count);
-    float norm[8];
-    norm_at(p, share.span, norm);
-    if (plain > 0) barrier_wait(of_plain, 0);
+    const float *norm = p.norm + share.span * SPAN + threadIdx.x % 32 * 8;
+    if (p.norm && norm < p.norm + p.cols) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm));
+    bool multiplies = plain > 0 && share.group == share.groups - 1;
+    int stagers = plain > 0 ? max(share.groups - 1, 1) : share.groups, each = (p.count + stagers - 1) / stagers;
+    int end = min((share.group + 1) * each, p.count);
+    if (multiplies) barrier_wait(of_plain, 0);
     previous();
 #pragma unroll 1
     for (int span = share.span; span < spans_of(p.cols); span += share.parts) {
-        if (span > share.span) norm_at(p, span, norm);
-        stage_span<STAGED>(p, shared, first, end, span, plain, norm);
+#pragma unroll 1
+        for (int first = share.group * each; first < end; first += STAGED) stage_rows<STAGED>(p, shared, first, end, span);
+        if (multiplies) multiply_plain_rows(p, shared, plain, span);
     }
     __syncthreads();
 }
@@ -381,21 +360,15 @@ template <int SETS> DEVICE void multiply_spans(const SpanRows &p) {
     int first = blockIdx.x * p.each, tiles = max(min(p.each, p.ends[3] - first), 0), plain = plain_count(p), at = p.tiles_at;
     u32 full = shared_address(barriers), of_plain = full + 8 * MOST_TILES;
     if (threadIdx.x <= MOST_TILES) {
-        barrier_init(full + 8 * threadIdx.x, copies(share));
+        // Of plain rows each has an arrival for itself.
+        int each = copies() * (threadIdx.x < MOST_TILES ? 16 : p.plain_each) / 16;
+        barrier_init(full + 8 * threadIdx.x, max(each, 1));
         barriers_made();
     }
     __syncthreads();
-    if ((int)threadIdx.x / 32 >= first_copier(share)) {
-        int to = at;
-#pragma unroll 1
-        for (int i = 0; i < tiles; i++) {
-            Place place = Place::of(p, first + i);
-            copy_tile_rows(p.matrices[place.matrix], place.first, share, shared_address(shared) + to, full + 8 * i);
-            to += place.bytes;
-        }
-        u32 rows = shared_address(shared) + p.plain_at + p.plain_each * FEW * spans_of(p.cols) * 4;
-        if (plain > 0) copy_plain(p, share, rows, plain, of_plain);
-    }
+    u32 rows = shared_address(shared) + p.plain_at + p.plain_each * FEW * spans_of(p.cols) * 4;
+    copy_tiles(p, first, tiles, threadIdx.x / 32, shared_address(shared) + at, full);
+    if (plain > 0) copy_plain(p, rows, plain, of_plain);
     stage_spans<SETS == 1 ? 1 : 4>(p, share, shared, plain, of_plain);
     float *sums = (float *)(shared + p.sums_at);
 #pragma unroll 1

@@ -169,17 +169,13 @@ template <int AT, bool FIFTH> struct SpanK {
         const u8 *rows[2] = {low, high};
         int t = threadIdx.x % 4, whole[SETS][4] = {};
         u32 scales[2][2], mins[2];
-        float factors[2], less[2];
         uint2 fifth[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             uint4 head = *(const uint4 *)rows[h];
             if (FIFTH) fifth[h] = *(const uint2 *)(rows[h] + 16 + 8 * t);
-            factors[h] = f16_value((u16)head.x), less[h] = f16_value((u16)(head.x >> 16)) * -1024.0f;
             scales[h][0] = head.y & 0x3f3f3f3fu;
             scales[h][1] = (head.w & 0x0f0f0f0fu) | (head.y >> 2 & 0x30303030u);
-            u32 b = head.z >> (t % 2 * 16), w = head.w >> (t % 2 * 16);
-            mins[h] = halves_of(t < 2 ? b & 0x3f3fu : (w >> 4 & 0x0f0fu) | (b >> 2 & 0x3030u), 0xe400e400u);
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -215,7 +211,14 @@ template <int AT, bool FIFTH> struct SpanK {
                 }
             }
         }
-        float rest[4] = {};
+        float rest[4] = {}, factors[2], less[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            uint4 head = *(const uint4 *)rows[h];
+            factors[h] = f16_value((u16)head.x), less[h] = f16_value((u16)(head.x >> 16)) * -1024.0f;
+            u32 b = head.z >> (t % 2 * 16), w = head.w >> (t % 2 * 16);
+            mins[h] = halves_of(t < 2 ? b & 0x3f3fu : (w >> 4 & 0x0f0fu) | (b >> 2 & 0x3030u), 0xe400e400u);
+        }
         add_halves(rest, mins[0], mins[1], half_multiply(mins[0], 0x14001400u), half_multiply(mins[1], 0x14001400u),
                    SpanX<SETS>::sums(x, 0), SpanX<SETS>::sums(x, 8));
 #pragma unroll
