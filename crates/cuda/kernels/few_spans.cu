@@ -53,6 +53,9 @@ struct Place {
     }
 };
 
+/// a / b of small numbers, in few instructions.
+DEVICE int small_quotient(int a, int b) { return (int)__fdividef((float)a + 0.5f, (float)b); }
+
 /// How a block's warps share the work: this one's first span and group, of as many groups; parts of a tile's sums.
 struct Share {
     int span, group, groups, parts;
@@ -60,8 +63,8 @@ struct Share {
     DEVICE Share of(int cols) {
         int warps = blockDim.x / 32, warp = threadIdx.x / 32, spans = spans_of(cols);
         Share share;
-        share.parts = min(spans, warps), share.groups = warps / share.parts;
-        share.group = warp / share.parts, share.span = warp - share.group * share.parts;
+        share.parts = min(spans, warps), share.groups = small_quotient(warps, share.parts);
+        share.group = small_quotient(warp, share.parts), share.span = warp - share.group * share.parts;
         return share;
     }
 };
@@ -267,7 +270,7 @@ DEVICE void store_tiles(const SpanRows &p, const Share &share, const u8 *shared,
     int of_tile = p.count * TILE;
 #pragma unroll 1
     for (int i = threadIdx.x; i < tiles * of_tile; i += blockDim.x) {
-        int which = i / of_tile, rest = i - which * of_tile, r = rest / TILE;
+        int which = small_quotient(i, of_tile), rest = i - which * of_tile, r = rest / TILE;
         Place place = Place::of(p, first + which * apart);
         const Matrix &m = p.matrices[place.matrix];
         int output = place.first + rest % TILE;

@@ -21,7 +21,7 @@ const HEAD_WARPS: usize = 8;
 
 /// Stages that a block of `few_head` copies to at most, and floats of the sums that meet.
 const HEAD_STAGES: usize = 8;
-const HEAD_SUMS: usize = 4096;
+const HEAD_SUMS: usize = 1024;
 
 /// Shared memory that a block cannot have for itself: what a block takes, and what is declared in the kernels.
 const RESERVED: usize = 1280;
