@@ -25,6 +25,7 @@ const HOT: &[&str] = &[
     "delta_prepare",
     "delta_scan",
     "delta_single",
+    "delta_split",
     "attn_mix",
     "attn_mix_pair",
     "attn_single",

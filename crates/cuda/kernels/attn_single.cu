@@ -60,7 +60,7 @@ struct SingleRoom {
     float correction[ABREAST], largest[ABREAST], sum[ABREAST]; // of scores; of weights
     union {
         float scores[SPLIT][ABREAST][SCORES_ROW];
-        float normed[ABREAST + 1][DIM];
+        __align__(16) float normed[ABREAST + 1][DIM];
     };
 };
 
@@ -114,8 +114,9 @@ DEVICE void fetch_step(const Head &head, int step) {
     }
 }
 
-/// Norm and rotation of a head, by a warp whose lanes have neighbouring numbers; times `scale`. `room`: of this warp.
-DEVICE void norm_head(const Single &p, const float *turn, const float *norm, float scale, float *room, float x[NUMBERS]) {
+/// Norm and rotation of a head, by a warp whose lanes have neighbouring numbers; times `scale`. `room`: of this warp, at first the norm's
+/// weights, each lane's own.
+DEVICE void norm_head(const Single &p, const float *turn, float scale, float *room, float x[NUMBERS]) {
     int half = p.dims / 2, lane = threadIdx.x % 32;
     float squares = 0.0f, cosine = 0.0f, sine = 0.0f;
     if (lane < half) cosine = turn[lane], sine = turn[half + lane];
@@ -123,11 +124,7 @@ DEVICE void norm_head(const Single &p, const float *turn, const float *norm, flo
     for (int j = 0; j < NUMBERS; j++) squares = fmaf(x[j], x[j], squares);
     float factor = scale * rsqrtf(warp_sum(squares) * (1.0f / DIM) + p.eps);
 #pragma unroll
-    for (int j = 0; j < NUMBERS; j++) x[j] *= factor * norm[j];
-    if (lane * NUMBERS < p.dims) {
-#pragma unroll
-        for (int j = 0; j < NUMBERS; j++) room[lane * NUMBERS + j] = x[j];
-    }
+    for (int j = 0; j < NUMBERS; j++) room[lane * NUMBERS + j] *= factor * x[j];
     __syncwarp();
     // Pairs are those of this lane alone.
 #pragma unroll 1
@@ -137,10 +134,8 @@ DEVICE void norm_head(const Single &p, const float *turn, const float *norm, flo
         room[i] = a * cosine - b * sine, room[i + half] = b * cosine + a * sine;
     }
     __syncwarp();
-    if (lane * NUMBERS < p.dims) {
 #pragma unroll
-        for (int j = 0; j < NUMBERS; j++) x[j] = room[lane * NUMBERS + j];
-    }
+    for (int j = 0; j < NUMBERS; j++) x[j] = room[lane * NUMBERS + j];
 }
 
 /// A lane's numbers of a head.
@@ -149,11 +144,11 @@ template <class T> struct __align__(sizeof(T) * NUMBERS < 16 ? sizeof(T) * NUMBE
 };
 
 /// A warp's query, key or value (`kind`) of a row to shared memory; if `stores`, keys and values to their page as well.
-DEVICE void prepare_head(const Single &p, SingleRoom &room, int kind, int head, const float *norm, Kv *page, bool stores) {
+DEVICE void prepare_head(const Single &p, SingleRoom &room, int kind, int head, Kv *page, bool stores) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     long row = blockIdx.z;
     Numbers<float> x = *((const Numbers<float> *)(p.projected + row * p.shape.stride + head * DIM) + lane);
-    if (kind < 2) norm_head(p, p.rotations + row * p.dims, norm, kind == 0 ? rsqrtf((float)DIM) : 1.0f, room.normed[warp], x.x);
+    if (kind < 2) norm_head(p, p.rotations + row * p.dims, kind == 0 ? rsqrtf((float)DIM) : 1.0f, room.normed[warp], x.x);
     Numbers<u16> factors;
 #pragma unroll
     for (int j = 0; j < NUMBERS; j++) factors.x[j] = kind == 0 ? (u16)f16_pair(x.x[j], 0.0f) : own_factor(x.x[j]);
@@ -249,8 +244,10 @@ DEVICE void multiply_values(const Values &values, const SingleRoom &room, float 
     }
 }
 
+const int SINGLE_BLOCKS = __CUDA_ARCH__ >= 900 ? 3 : 2; // of a multiprocessor: as many as leave enough registers
+
 /// Grid: (parts, kv heads · eights, rows).
-KERNEL __launch_bounds__(SINGLE_THREADS, 2) void attn_single(Single p) {
+KERNEL __launch_bounds__(SINGLE_THREADS, SINGLE_BLOCKS) void attn_single(Single p) {
     __shared__ SingleRoom room;
     next();
     const Shape &s = p.shape;
@@ -273,10 +270,10 @@ KERNEL __launch_bounds__(SINGLE_THREADS, 2) void attn_single(Single p) {
     // Gates lie between queries and keys.
     int kind = max(warp - ABREAST + 1, 0), side = kind - 1;
     int head = kind == 0 ? kv_head * group + first + warp : 2 * s.heads + side * s.kv_heads + kv_head;
-    Numbers<float> norm = *((const Numbers<float> *)(kind == 0 ? p.query_norm : p.key_norm) + lane);
+    if (kind < 2) ((Numbers<float> *)room.normed[warp])[lane] = ((const Numbers<float> *)(kind == 0 ? p.query_norm : p.key_norm))[lane];
     Kv *page = at_position(kv, side <= 0 ? kv.keys : kv.values, position);
     previous();
-    if (kind == 0 ? warp < queries : own >= 0) prepare_head(p, room, kind, head, norm.x, page, kind > 0 && first == 0);
+    if (kind == 0 ? warp < queries : own >= 0) prepare_head(p, room, kind, head, page, kind > 0 && first == 0);
     __syncthreads();
     float c[SIXTEENS][4] = {}, largest = -1e30f, sum = 0.0f, weight = 0.0f;
 #pragma unroll 1

@@ -150,11 +150,13 @@ struct Single {
     float eps;
 };
 
-// A block of `delta_single` has the state of a head, 64 KB that lie together where DIM is 128: 16 warps, four groups of columns by four
-// quarters of the keys; in a warp, eight lanes side by side have the columns of the group, and four of those share the quarter.
-const int SINGLE_THREADS = 512, KEYS = DIM / 16, ACROSS = DIM / 32; // of a thread: KEYS by ACROSS numbers
+// Single rows: a block has some columns of a head's state: all, which lie together, or, where there are few rows, 32, so that all
+// multiprocessors have work; blocks of a head are a cluster then. 16 warps: four groups of columns by four quarters of the keys; in a warp,
+// eight lanes side by side have the columns of the group, and four of those share the quarter. The order of sums is the same however
+// many columns a block has.
+const int SINGLE_THREADS = 512, KEYS = DIM / 16; // KEYS: of a thread
 
-struct __align__(ACROSS == 3 ? 4 : 4 * ACROSS) Columns {
+template <int ACROSS> struct __align__(ACROSS == 3 ? 4 : 4 * ACROSS) Columns {
     float x[ACROSS];
 };
 
@@ -207,72 +209,177 @@ DEVICE float sum_of_two(float x, float y) {
     return sum + __shfl_xor_sync(~0u, sum, 16);
 }
 
+/// Numbers that blocks of a cluster hand one another: a barrier that counts their bytes, and a number of each block. No fence, which would
+/// wait for all that was stored before.
+template <int BLOCKS> struct Exchange {
+    u64 barrier;
+    float numbers[BLOCKS];
+
+    /// By all threads, before anything else.
+    __device__ __forceinline__ void begin() {
+#if __CUDA_ARCH__ >= 900
+        if (threadIdx.x == 0) {
+            u32 at = shared_address(&barrier);
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "n"(4 * BLOCKS) : "memory");
+        }
+        __syncwarp();
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+    }
+
+    /// By all threads: all blocks have begun.
+    __device__ __forceinline__ void begun() {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+    }
+
+    /// By a warp: stores its number with all blocks, and waits for theirs.
+    __device__ __forceinline__ void run(float number) {
+#if __CUDA_ARCH__ >= 900
+        u32 block = threadIdx.x % 32, own = shared_address(&barrier), done = 0;
+        if (block < BLOCKS) {
+            u32 to, at;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(numbers + blockIdx.y)), "r"(block));
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(own), "r"(block));
+            asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(number)),
+                         "r"(at)
+                         : "memory");
+        }
+        while (!done) {
+            asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                         : "=r"(done)
+                         : "r"(own)
+                         : "memory");
+        }
+#endif
+    }
+};
+
+/// Has a head's state brought to the second cache, by one thread.
+DEVICE void fetch_state(const float *from) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(DIM * DIM * 4) : "memory");
+#endif
+}
+
 /// In shared memory.
-struct StepRoom {
-    __align__(16) float vectors[3 * DIM];   // q | k | v
-    __align__(16) float partial[2][4][DIM]; // S k and S q of a quarter of the keys
-    __align__(16) float gates[DIM];         // times the norm's weights
-    float lengths[3], beta, keep;           // q · q, k · k, q · k
+template <int COLUMNS> struct StepRoom {
+    __align__(16) float vectors[2 * DIM + COLUMNS]; // q | k | v
+    __align__(16) float partial[2][4][COLUMNS];     // S k and S q of a quarter of the keys
+    __align__(16) float gates[COLUMNS];             // times the norm's weights
+    float lengths[3], beta, keep;                   // q · q, k · k, q · k
+    Exchange<DIM / COLUMNS> squares;                // of the outputs of a head's blocks
 };
 
 /// Sums over keys, of S k or S q.
-DEVICE void sum_quarters(float to[ACROSS], const float (&from)[4][DIM], int column) {
-    Columns x[4];
+template <int COUNT, int COLUMNS> DEVICE void sum_quarters(float to[COUNT], const float (&from)[4][COLUMNS], int column) {
+    Columns<COUNT> x[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = *(const Columns *)(from[i] + column);
+    for (int i = 0; i < 4; i++) x[i] = *(const Columns<COUNT> *)(from[i] + column);
 #pragma unroll
-    for (int w = 0; w < ACROSS; w++) to[w] = (x[0].x[w] + x[1].x[w]) + (x[2].x[w] + x[3].x[w]);
+    for (int w = 0; w < COUNT; w++) to[w] = (x[0].x[w] + x[1].x[w]) + (x[2].x[w] + x[3].x[w]);
 }
 
 /// What is added to S, by k: d = beta (v − S k), k brought to length 1.
-DEVICE void difference(float d[ACROSS], const StepRoom &room, int column) {
+template <int COUNT, int COLUMNS> DEVICE void difference(float d[COUNT], const StepRoom<COLUMNS> &room, int column) {
     float k_scale = rsqrtf(room.lengths[1] + L2_EPS), of_sum = -room.keep * k_scale, factor = room.beta * k_scale;
-    sum_quarters(d, room.partial[0], column);
-    Columns v = *(const Columns *)(room.vectors + 2 * DIM + column);
+    sum_quarters<COUNT>(d, room.partial[0], column);
+    Columns<COUNT> v = *(const Columns<COUNT> *)(room.vectors + 2 * DIM + column);
 #pragma unroll
-    for (int w = 0; w < ACROSS; w++) d[w] = factor * fmaf(of_sum, d[w], v.x[w]);
+    for (int w = 0; w < COUNT; w++) d[w] = factor * fmaf(of_sum, d[w], v.x[w]);
+}
+
+struct __align__(PER == 3 ? 2 : 2 * PER) Rounded {
+    u16 x[PER];
+};
+
+/// The output of a block's columns, normed over the head and gated, by a warp: a lane has PER columns, as often as there are lanes.
+template <int COLUMNS> DEVICE void store_output(const Single &p, StepRoom<COLUMNS> &room, u16 *out) {
+    const int LANES = PER == 3 ? 32 : 32 / PER; // of 32 columns, but for PER = 3
+    int lane = threadIdx.x % 32, column = lane * PER % COLUMNS;
+    float d[PER], o[PER], squares = 0.0f, q_scale = rsqrtf((float)DIM) * rsqrtf(room.lengths[0] + L2_EPS);
+    difference<PER>(d, room, column), sum_quarters<PER>(o, room.partial[1], column);
+#pragma unroll
+    for (int w = 0; w < PER; w++) {
+        o[w] = q_scale * fmaf(room.lengths[2], d[w], room.keep * o[w]);
+        squares = fmaf(o[w], o[w], squares);
+    }
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
+    if (COLUMNS < DIM) {
+        room.squares.run(squares);
+        squares = room.squares.numbers[lane % (DIM / COLUMNS)];
+#pragma unroll
+        for (int step = 1; step < DIM / COLUMNS; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
+    } else {
+#pragma unroll
+        for (int step = LANES; step < 32; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
+    }
+    float scale = rsqrtf(squares * (1.0f / DIM) + p.eps);
+    if (lane * PER >= COLUMNS) return;
+    Rounded rounded;
+#pragma unroll
+    for (int w = 0; w < PER; w++) rounded.x[w] = bf16(o[w] * scale * room.gates[column + w]);
+    *(Rounded *)(out + column) = rounded;
 }
 
 /// One token of each of several sequences, from convolution to the delta rule's output, normed and gated. With S the state, kept in part:
 /// S + k d is the new one, and q S + (q · k) d the output, so that one sum over keys serves both; the decay is applied to sums.
-/// Grid: (value heads, rows).
-KERNEL __launch_bounds__(SINGLE_THREADS, 2) void delta_single(Single p) {
-    __shared__ StepRoom room;
+template <int COLUMNS> DEVICE void delta_step(const Single &p) {
+    const int ACROSS = COLUMNS / 32; // of a thread
+    __shared__ StepRoom<COLUMNS> room;
     next();
+    if (COLUMNS < DIM) room.squares.begin();
     const Shape &s = p.shape;
-    int head = blockIdx.x, row = blockIdx.y, per_key = s.value_heads / s.key_heads, key_head = head / per_key;
+    int head = blockIdx.x, row = blockIdx.z, per_key = s.value_heads / s.key_heads, key_head = head / per_key, first = blockIdx.y * COLUMNS;
     int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, quarter = warp / 4;
     int column = (warp % 4 * 8 + lane % 8) * ACROSS, key = (quarter * 4 + lane / 8) * KEYS;
     const float *before = p.from[row] ? p.from[row] + p.offset : 0, *input = p.projected + (long)row * s.stride;
     float *after = p.to[row] + p.offset;
-    int at = (s.taps - 1) * channels(s) + (head * DIM + key) * DIM + column;
+    int at = (s.taps - 1) * channels(s) + (head * DIM + key) * DIM + first + column;
     // Neither the state nor the window depends on the kernel before: they are on their way while that one ends. Nothing in this
     // pass reads what is written meanwhile.
-    Columns state[KEYS] = {};
+    Columns<ACROSS> state[KEYS] = {};
     if (before) {
 #pragma unroll
-        for (int i = 0; i < KEYS; i++) state[i] = *(const Columns *)(before + at + i * DIM);
+        for (int i = 0; i < KEYS; i++) state[i] = *(const Columns<ACROSS> *)(before + at + i * DIM);
+    }
+    if (COLUMNS == DIM && thread == SINGLE_THREADS - 1) {
+        // Half of all blocks may have room only when the kernel before ends.
+        int ahead = row * gridDim.x + head + gridDim.x * gridDim.z / 2, other = ahead / gridDim.x;
+        const float *from = other < gridDim.z ? p.from[other] : 0;
+        if (from) fetch_state(from + p.offset + (s.taps - 1) * channels(s) + (ahead - other * gridDim.x) * DIM * DIM);
     }
     // The first DIM threads take the channels of q, the next those of k, then come those of v.
-    int which = thread / DIM, channel = (which == 2 ? 2 * s.key_heads + head : which * s.key_heads + key_head) * DIM + thread % DIM;
-    bool moves = which == 2 || head % per_key == 0;
-    float history = 0.0f, newest_weight = 0.0f;
-    if (which < 3) {
+    int which = thread / DIM, place = thread % DIM;
+    int channel = which == 2 ? (2 * s.key_heads + head) * DIM + first + place : (which * s.key_heads + key_head) * DIM + place;
+    bool convolves = thread < 2 * DIM + COLUMNS, moves = which == 2 || (head % per_key == 0 && first == 0);
+    float history = 0.0f, newest_weight = 0.0f, a = 0.0f, bias = 0.0f;
+    if (convolves) {
         history = convolve_before(p, before, after, channel, moves);
         newest_weight = p.weights[channel * s.taps + s.taps - 1];
+    } else if (warp == 15) {
+        a = p.a[head], bias = p.dt_bias[head];
+    } else if (warp == 14) {
+#pragma unroll
+        for (int i = lane; i < COLUMNS; i += 32) room.gates[i] = p.norm[first + i];
     }
+    if (COLUMNS < DIM) room.squares.begun();
     previous();
-    const float *z = input + channels(s) + head * DIM, *raw = input + channels(s) + s.value_heads * DIM + head;
-    if (which < 3) {
+    const float *z = input + channels(s) + head * DIM + first, *raw = input + channels(s) + s.value_heads * DIM + head;
+    if (convolves) {
         float newest = input[channel];
         room.vectors[thread] = silu(fmaf(newest_weight, newest, history));
         if (moves && s.taps > 1) after[(s.taps - 2) * channels(s) + channel] = newest;
     } else if (warp == 15) {
-        float x = sigmoid(raw[0]), y = expf(p.a[head] * softplus(raw[s.value_heads] + p.dt_bias[head]));
+        float x = sigmoid(raw[0]), y = expf(a * softplus(raw[s.value_heads] + bias));
         if (lane == 0) room.beta = x, room.keep = y;
     } else if (warp == 14) {
 #pragma unroll
-        for (int i = lane; i < DIM; i += 32) room.gates[i] = p.norm[i] * silu(z[i]);
+        for (int i = lane; i < COLUMNS; i += 32) room.gates[i] *= silu(z[i]);
     }
     __syncthreads();
     float k[KEYS], q[KEYS], of_k[ACROSS] = {}, of_q[ACROSS] = {};
@@ -298,27 +405,22 @@ KERNEL __launch_bounds__(SINGLE_THREADS, 2) void delta_single(Single p) {
         if (lane == 0) room.lengths[warp] = sum;
     }
     __syncthreads();
-    if (warp == 0) {
-        float d[ACROSS], o[ACROSS], squares = 0.0f, q_scale = rsqrtf((float)DIM) * rsqrtf(room.lengths[0] + L2_EPS);
-        difference(d, room, lane * ACROSS), sum_quarters(o, room.partial[1], lane * ACROSS);
-#pragma unroll
-        for (int w = 0; w < ACROSS; w++) {
-            o[w] = q_scale * fmaf(room.lengths[2], d[w], room.keep * o[w]);
-            squares = fmaf(o[w], o[w], squares);
-        }
-        float scale = rsqrtf(warp_sum(squares) * (1.0f / DIM) + p.eps);
-        Columns gates = *(const Columns *)(room.gates + lane * ACROSS);
-        u16 *to = p.out + ((long)row * s.value_heads + head) * DIM + lane * ACROSS;
-#pragma unroll
-        for (int w = 0; w < ACROSS; w++) to[w] = bf16(o[w] * scale * gates.x[w]);
-    }
+    if (warp == 0) store_output(p, room, p.out + ((long)row * s.value_heads + head) * DIM + first);
     float d[ACROSS], keep = room.keep;
-    difference(d, room, column);
+    difference<ACROSS>(d, room, column);
     load_keys(k, room.vectors + DIM + key); // once more, as registers are few
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
 #pragma unroll
         for (int w = 0; w < ACROSS; w++) state[i].x[w] = fmaf(k[i], d[w], keep * state[i].x[w]);
-        *(Columns *)(after + at + i * DIM) = state[i];
+        *(Columns<ACROSS> *)(after + at + i * DIM) = state[i];
     }
 }
+
+/// Grid: (value heads, 1, rows).
+KERNEL __launch_bounds__(SINGLE_THREADS, 2) void delta_single(Single p) { delta_step<DIM>(p); }
+
+#if DELTA_CLUSTERS
+/// Grid: (value heads, DIM / 32, rows).
+KERNEL __launch_bounds__(SINGLE_THREADS, 2) __cluster_dims__(1, DIM / 32, 1) void delta_split(Single p) { delta_step<32>(p); }
+#endif

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::DriverError;
 use model::state::{SequenceId, Snapshot, SnapshotShape};
 use model::{
-    Backend, Capabilities, Error, Intermediate, Matrix, Pass, PassId, Peaks, Result, SlotMemory, Stage,
-    Wave,
+    Backend, Capabilities, Error, Intermediate, Matrix, Pass, PassId, Peaks, Result, SlotMemory, Stage, Wave,
 };
 
 use crate::attention::provided;

@@ -107,6 +107,9 @@ struct Single {
 /// Threads of a block of `delta_single`.
 const SINGLE_THREADS: usize = 512;
 
+/// Rows that `delta_split` takes at most: more are work enough for all multiprocessors with a head in a block.
+const MOST_SPLIT: usize = 2;
+
 /// Some rows of one sequence, and the state they start from and leave.
 struct Stretch {
     /// Address of the layer's part of the slot: window, then states.
@@ -297,8 +300,11 @@ impl Cuda {
             out: open.buffers.mixed.at(),
             eps: spec.rms_eps,
         };
-        let grid = (spec.delta.value_heads, rows.len(), 1);
-        self.device.launch(&self.kernels.delta_single, grid, SINGLE_THREADS, 0, &p)?;
+        let (heads, dim, count) = (spec.delta.value_heads, spec.delta.head_dim, rows.len());
+        // Which kernel decides on no bit.
+        let split = self.kernels.delta_split.as_ref().filter(|_| count <= MOST_SPLIT);
+        let (kernel, parts) = split.map_or((&self.kernels.delta_single, 1), |kernel| (kernel, dim / 32));
+        self.device.launch(kernel, (heads, parts, count), SINGLE_THREADS, 0, &p)?;
         for state in &open.state.runs[rows] {
             for &(_, slot) in &state.snapshots {
                 let at = |slot| self.state.slot(slot) + 4 * offset as u64;

@@ -10,7 +10,7 @@ use crate::compile;
 use crate::dense::DenseKernels;
 use crate::driver::{Device, Function, Module, failed};
 use crate::error::Result;
-use crate::sources::{PAIR_TILES, PairTiles, Source, Target, mix_shared, pair_buffers};
+use crate::sources::{PAIR_TILES, PairTiles, Source, Target, mix_shared, pair_buffers, splits_heads};
 
 /// Kernels that touch weights of one type.
 pub(crate) struct WeightKernels {
@@ -53,6 +53,8 @@ pub(crate) struct Kernels {
     pub(crate) delta_scan: Function,
     pub(crate) delta_tail: Function,
     pub(crate) delta_single: Function,
+    /// Where clusters are.
+    pub(crate) delta_split: Option<Function>,
     pub(crate) attn_rotations: Function,
     pub(crate) attn_prepare: Function,
     pub(crate) attn_mix: Function,
@@ -150,6 +152,9 @@ impl Kernels {
             delta_scan: find(&delta, "delta_scan")?,
             delta_tail: find(&delta, "delta_tail")?,
             delta_single: early(&delta, "delta_single")?,
+            delta_split: splits_heads(target, model.spec.delta.head_dim)
+                .then(|| early(&delta, "delta_split"))
+                .transpose()?,
             attn_rotations: find(&attention, "attn_rotations")?,
             attn_prepare: early(&attention, "attn_prepare")?,
             attn_mix: find(&attention, "attn_mix")?,

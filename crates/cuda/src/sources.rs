@@ -223,6 +223,11 @@ pub(crate) fn scan_stages(target: &Target, dim: usize) -> usize {
     if scan_shared(dim, 2) <= target.shared { 2 } else { 1 }
 }
 
+/// Whether blocks of single rows can have parts of a head of the delta rule, and work together as a cluster.
+pub(crate) fn splits_heads(target: &Target, dim: usize) -> bool {
+    target.arch == "sm_90a" && matches!(dim, 64 | 128)
+}
+
 /// Bytes of shared memory of attention by pairs of heads of `dim`: the queries of 64 rows of both, five tiles of 64 keys or
 /// values. `None` for other heads, and for GPUs that cannot hand registers from one warp to another or lack the shared memory.
 pub(crate) fn mix_shared(target: &Target, dim: usize) -> Option<usize> {
@@ -342,6 +347,7 @@ impl Source {
             format!("DIM={dim}"),
             format!("L2_EPS={:e}f", DeltaSpec::L2_EPS),
             format!("DELTA_STAGES={}", scan_stages(target, dim)),
+            format!("DELTA_CLUSTERS={}", i32::from(splits_heads(target, dim))),
         ];
         Source::new(target, "delta".to_string(), &[COMMON, DELTA, CELLS], &defines)
     }
