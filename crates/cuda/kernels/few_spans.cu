@@ -235,7 +235,9 @@ DEVICE void multiply_plain_rows(const SpanRows &p, u8 *shared, int plain, int sp
             float own[4] = {};
             with_type(p.plain[0].type, All(), [&](auto type) {
                 typedef decltype(type) T;
-                if constexpr (T::LEN == 8) plain_parts<T>(rows + j * plain_pitch(p), plain_pitch(p), column, y, own);
+                if constexpr (T::LEN == 8) {
+                    if (inside) plain_parts<T>(rows + j * plain_pitch(p), plain_pitch(p), column, y, own);
+                }
             });
             float sum = four_sums(own);
             int which = j + lane / 16 * 2 + lane / 8 % 2;
