@@ -1,8 +1,8 @@
 // Products of matrices side by side with up to eight rows of x, by spans (`spans.cuh`): passes of single rows.
 //
-// A kernel of a token waits for the one before it, and little else. So a block takes half a multiprocessor's registers and some of
-// its shared memory, that it may stand beside the kernels before and behind it; its weights are asked for before it waits, all of
-// them if they fit; and behind the wait there is no more than x, products, and one sum.
+// A kernel of a token waits for the one before it, and little else. So a block of up to four rows takes half a multiprocessor's
+// registers and some of its shared memory, that it may stand beside the kernels before and behind it; all of its weights are asked
+// for before it waits; and behind the wait there is no more than x, products, and one sum.
 //
 // A block has some neighbouring tiles of 16 outputs and some plain rows. Each warp has one span of 256 columns, or several; if K is
 // short, groups of warps share the work: they stage x row by row in turns, and multiply tile by tile. What a norm divides by is
@@ -32,13 +32,14 @@ struct SpanRows {
     float *normed;        // the normed rows, f32; may be null
     u16 *rounded;         // the same as bf16; may be null
     int cols, count, out_stride, add;
-    float eps, share;     // share: 1 / cols
+    float eps, reciprocal; // of cols
     int each, plain_rows, plain_each; // each: tiles of a block, plain_each: plain rows of one, at most
     int sums_at, plain_at, tiles_at;
 };
 
-/// Bytes from one row of a tile to the next in the ring: a window of whole words of 16 bytes, twice an odd number of them.
-DEVICE int pitch(int bytes) { return ((bytes + 30) / 32 | 1) * 32; }
+/// Bytes from one row of a tile to the next in shared memory: a window of whole words of 16 bytes around it, twice an odd number of
+/// them, so that eight rows lie in different banks.
+DEVICE int pitch(int bytes) { return ((bytes + (bytes % 16 ? 29 : 0) + 31) / 32 | 1) * 32; }
 
 /// A tile: its matrix, its first output, and its bytes in shared memory.
 struct Place {
@@ -254,7 +255,7 @@ DEVICE float norm_of(const SpanRows &p, const u8 *shared, int r) {
     float sum = 0.0f;
 #pragma unroll 8
     for (int i = 0; i < spans; i++) sum += *(const float *)(records + i * SPAN_X);
-    return rsqrtf(fmaf(sum, p.share, p.eps));
+    return rsqrtf(fmaf(sum, p.reciprocal, p.eps));
 }
 
 /// Leaves a warp's sums of a tile: [count][16].

@@ -44,10 +44,13 @@ impl Way {
         let coded = outputs.iter().filter(|output| !is_plain(output));
         let mut plain = outputs.iter().filter(is_plain).map(|output| output.matrix.ty);
         let first = plain.next();
-        let spans = coded.clone().all(|output| has_spans(output.matrix.ty)) && plain.all(|ty| Some(ty) == first);
+        let spans =
+            coded.clone().all(|output| has_spans(output.matrix.ty)) && plain.all(|ty| Some(ty) == first);
         match (outputs, input) {
             _ if !spans => Way::Rows,
-            (&[output], Input::Norm { normed: 0, rounded: 0, .. }) if !add && !is_plain(&&output) => Way::Head,
+            (&[output], Input::Norm { normed: 0, rounded: 0, .. }) if !add && !is_plain(&&output) => {
+                Way::Head
+            }
             _ => Way::Spans,
         }
     }
@@ -71,7 +74,7 @@ struct SpanRows {
     out_stride: i32,
     add: i32,
     eps: f32,
-    share: f32,
+    reciprocal: f32,
     each: i32,
     plain_rows: i32,
     plain_each: i32,
@@ -89,9 +92,15 @@ struct HeadRows {
     stages: i32,
 }
 
-/// Bytes of a tile of rows of `bytes` in shared memory (`pitch` of the kernels).
+/// Bytes from one row of `bytes` to the next in shared memory (`pitch` of the kernels).
+fn pitch(bytes: usize) -> usize {
+    let around = if bytes.is_multiple_of(16) { 0 } else { 29 };
+    ((bytes + around).div_ceil(32) | 1) * 32
+}
+
+/// Bytes of a tile of rows of `bytes` in shared memory.
 fn tile_bytes(bytes: i32) -> usize {
-    TILE * (((bytes as usize + 30) / 32) | 1) * 32
+    TILE * pitch(bytes as usize)
 }
 
 impl SpanRows {
@@ -111,7 +120,7 @@ impl SpanRows {
             out_stride: p.out_stride,
             add: p.add,
             eps: p.eps,
-            share: 1.0 / p.cols as f32,
+            reciprocal: 1.0 / p.cols as f32,
             plain_rows: p.plain_rows,
             ..SpanRows::default()
         }
@@ -208,6 +217,63 @@ impl Cuda {
             let kernel = if count > SET { &self.kernels.more_head } else { &self.kernels.few_head };
             self.device.launch(kernel, grid, 32 * HEAD_WARPS, shared, &p)?;
             return Ok(count);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_have_room_for_whole_words_around_them_and_lie_in_different_banks() {
+        for bytes in 1..5000 {
+            let pitch = pitch(bytes);
+            // Where rows begin in their first words repeats with 16 of them.
+            for row in 0..16 {
+                let begin = row * bytes % 16;
+                assert!((begin + bytes).next_multiple_of(16) <= pitch, "row {row} of {bytes} bytes");
+            }
+            let banks = (0..8).map(|row| row * pitch / 32 % 4);
+            for bank in 0..4 {
+                assert_eq!(banks.clone().filter(|&of_row| of_row == bank).count(), 2, "{bytes} bytes");
+            }
+        }
+    }
+
+    /// Tiles of two matrices, the rows of the second longer.
+    fn two_matrices() -> SpanRows {
+        let mut rows = SpanRows { ends: [5, 7, 7, 7], cols: 2048, ..SpanRows::default() };
+        rows.matrices[0].row_bytes = 1408;
+        rows.matrices[1].row_bytes = 2176;
+        rows
+    }
+
+    #[test]
+    fn a_block_has_room_for_the_largest_of_its_tiles() {
+        let (short, long) = (tile_bytes(1408), tile_bytes(2176));
+        let rows = two_matrices();
+        // Blocks of tiles (0 1)(2 3)(4 5)(6); (0 1 2)(3 4 5)(6); all.
+        assert_eq!(rows.most_bytes(1), long);
+        assert_eq!(rows.most_bytes(2), short + long);
+        assert_eq!(rows.most_bytes(3), 3 * short);
+        assert_eq!(rows.most_bytes(7), 5 * short + 2 * long);
+    }
+
+    #[test]
+    fn parts_of_shared_memory_follow_each_other() {
+        for count in 1..=FEW {
+            for (each, plain) in [(1, 0), (6, 0), (1, 3), (2, 4), (8, 5)] {
+                let mut rows = two_matrices();
+                rows.plain[0].row_bytes = 8192;
+                let tiles_at = rows.place(count, WARPS, each, plain);
+                assert_eq!(rows.sums_at as usize, count * 8 * SPAN_X);
+                assert_eq!(rows.plain_at as usize, rows.sums_at as usize + 4 * each * 8 * TILE * count);
+                let plain = plain.next_multiple_of(4);
+                assert_eq!(rows.plain_each as usize, plain);
+                assert!(tiles_at >= rows.plain_at as usize + plain * (4 * FEW * 8 + 8192));
+                assert!(tiles_at.is_multiple_of(128) && rows.tiles_at as usize == tiles_at);
+            }
         }
     }
 }
