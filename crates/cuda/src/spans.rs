@@ -256,7 +256,7 @@ mod tests {
         // Blocks of tiles (0 1)(2 3)(4 5)(6); (0 1 2)(3 4 5)(6); all.
         assert_eq!(rows.most_bytes(1), long);
         assert_eq!(rows.most_bytes(2), short + long);
-        assert_eq!(rows.most_bytes(3), 3 * short);
+        assert_eq!(rows.most_bytes(3), 2 * short + long);
         assert_eq!(rows.most_bytes(7), 5 * short + 2 * long);
     }
 
