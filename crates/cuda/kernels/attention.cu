@@ -39,12 +39,12 @@ KERNEL void attn_rotations(Rotations p) {
 
 struct Prepare {
     Shape shape;
-    float *projected;       // [rows, stride]; keys are normed and rotated in place, and queries that are not stored as f16
+    float *projected;       // [rows, stride]; keys are normed and rotated in place
     const float *rotations; // [rows, dims]
     const float *query_norm, *key_norm; // [DIM]
     Kv *const *const *pages; // of each row: the pages of its sequence
     const u32 *positions;    // of each row
-    u16 *queries;            // [rows, heads · DIM]: as f16, where they are multiplied so; may be null
+    u16 *queries;            // [rows, heads · DIM]: as f16
     float eps;
     int dims, rows;
 };
@@ -105,7 +105,7 @@ KERNEL __launch_bounds__(PREPARE_WARPS * 32) void attn_prepare(Prepare p) {
             if (j * 32 * WIDE < p.dims) x[j] = ((Wide<float> *)numbers)[j * 32 + lane];
         }
     }
-    if (query && p.queries) {
+    if (query) {
         Wide<u16> *to = (Wide<u16> *)(p.queries + ((long)row * s.heads + head) * DIM) + lane;
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
@@ -114,7 +114,7 @@ KERNEL __launch_bounds__(PREPARE_WARPS * 32) void attn_prepare(Prepare p) {
             for (int k = 0; k < WIDE; k++) rounded.x[k] = (u16)f16_pair(x[j].x[k], 0.0f);
             to[j * 32] = rounded;
         }
-    } else if (query || key) {
+    } else if (key) {
 #pragma unroll
         for (int j = 0; j < EACH; j++) at[j * 32] = x[j];
     }
@@ -154,15 +154,6 @@ DEVICE void load_block(u32 to, const u16 *from) {
 
 DEVICE void store_16(u32 at, const u32 x[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
-
-/// Eight numbers to shared memory as f16.
-DEVICE void load_single(u16 *to, const u16 *from) { copy_16(shared_address(to), from, true); }
-
-DEVICE void load_single(u16 *to, const float *from) {
-    u32 packed[4];
-    for (int j = 0; j < 4; j++) packed[j] = f16_pair(from[2 * j], from[2 * j + 1]);
-    store_16(shared_address(to), packed);
 }
 
 DEVICE void load_block(u32 to, const float *from) {
@@ -288,135 +279,4 @@ KERNEL __launch_bounds__(128) void attn_mix(Mix p) {
             }
         }
     }
-}
-
-struct Single {
-    Shape shape;
-    const float *projected;  // [rows, stride]
-    Kv *const *const *pages; // of each row
-    const u32 *positions;    // of each row
-    float *partial;          // [rows, heads, blocks, DIM + 2]: sum of values, largest score, sum of weights
-    u16 *out;                // [rows, heads · DIM] bf16: gated
-    int blocks;              // of the longest sequence, or more
-};
-
-/// Where number i of position k of a block lies in shared memory, f16: rows are padded by 16 bytes.
-DEVICE int block_at(int k, int i) { return k * (DIM + 8) + i; }
-
-// A block of `attn_single` multiplies eight queries at a time; the keys of 16 positions go to a warp, or to two, each with one half of
-// the numbers.
-const int ABREAST = 8, SINGLE_WARPS = DIM / 32, HALVES = SINGLE_WARPS < 8 ? 1 : SINGLE_WARPS / 4, WEIGHTS_ROW = BLOCK + 8;
-
-/// scores[half][query][key] of eight queries.
-DEVICE void score_block(const u16 *key, const u16 *query, float *scores) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp / 4, each = DIM / 16 / HALVES;
-    if (half >= HALVES) return;
-    for (int m = warp % 4; m < BLOCK / 16; m += SINGLE_WARPS < 4 ? SINGLE_WARPS : 4) {
-        float c[4] = {};
-#pragma unroll
-        for (int k = 0; k < each; k++) {
-            int column = (half * each + k) * 16;
-            u32 a[4];
-            load_matrices(a, shared_address(key + block_at(m * 16 + lane % 16, column + lane / 16 * 8)));
-            const u16 *b = query + block_at(lane / 4, column + lane % 4 * 2);
-            multiply_f16(c, a, *(const u32 *)b, *(const u32 *)(b + 8));
-        }
-        float *to = scores + (half * ABREAST + lane % 4 * 2) * BLOCK + m * 16 + lane / 4;
-        to[0] = c[0], to[BLOCK] = c[1], to[8] = c[2], to[BLOCK + 8] = c[3];
-    }
-}
-
-/// The queries that share a kv head over a block of 64 keys. Grid: (blocks, kv heads, rows); DIM threads; shared memory:
-/// keys and values of the block, eight queries, their scores and weights.
-KERNEL __launch_bounds__(DIM, 2) void attn_single(Single p) {
-    extern __shared__ __align__(16) u8 shared[];
-    const Shape &s = p.shape;
-    int block = blockIdx.x, kv_head = blockIdx.y, group = s.heads / s.kv_heads, thread = threadIdx.x;
-    int warp = thread / 32, lane = thread % 32;
-    long row = blockIdx.z;
-    next();
-    int seen = min(BLOCK, (int)p.positions[row] + 1 - block * BLOCK);
-    if (seen <= 0) return;
-    Kv *page = p.pages[row][block * BLOCK / PAGE];
-    long offset = (long)(block * BLOCK % PAGE) * DIM;
-    const Kv *keys = head_of(page, s, 0, kv_head) + offset, *values = head_of(page, s, 1, kv_head) + offset;
-    u16 *key = (u16 *)shared, *value = key + block_at(BLOCK, 0), *query = value + block_at(BLOCK, 0);
-    u16 *weights = query + block_at(ABREAST, 0);
-    float *scores = (float *)(weights + ABREAST * WEIGHTS_ROW);
-    // Of all blocks but the last, keys and values were there before this pass.
-    bool last = (int)p.positions[row] / BLOCK == block;
-    if (last) previous();
-    for (int i = thread * 8; i < BLOCK * DIM; i += DIM * 8) {
-        int at = block_at(i / DIM, i % DIM);
-        load_single(key + at, keys + i);
-        load_single(value + at, values + i);
-    }
-    copies_commit();
-    if (!last) previous();
-    for (int first = 0; first < group; first += ABREAST) {
-        const float *from = p.projected + row * s.stride + (kv_head * group + first) * DIM + thread;
-        float x[ABREAST];
-#pragma unroll
-        for (int h = 0; h < ABREAST; h++) x[h] = first + h < group ? from[h * DIM] : 0.0f;
-#pragma unroll
-        for (int h = 0; h < ABREAST; h++) query[block_at(h, thread)] = (u16)f16_pair(x[h] / sqrtf((float)DIM), 0.0f);
-        copies_wait<0>();
-        __syncthreads();
-        score_block(key, query, scores);
-        __syncthreads();
-        for (int h = warp; h < ABREAST && first + h < group; h += SINGLE_WARPS) {
-            float x = scores[h * BLOCK + lane], y = scores[h * BLOCK + lane + 32];
-            if (HALVES == 2) x += scores[(ABREAST + h) * BLOCK + lane], y += scores[(ABREAST + h) * BLOCK + lane + 32];
-            x = lane < seen ? x : -1e30f, y = lane + 32 < seen ? y : -1e30f;
-            float largest = fmaxf(x, y);
-            for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-            x = expf(x - largest), y = expf(y - largest);
-            weights[h * WEIGHTS_ROW + lane] = (u16)f16_pair(x, 0.0f), weights[h * WEIGHTS_ROW + lane + 32] = (u16)f16_pair(y, 0.0f);
-            float sum = warp_sum(x + y);
-            float *to = p.partial + ((row * s.heads + kv_head * group + first + h) * p.blocks + block) * (DIM + 2) + DIM;
-            if (lane == 0) to[0] = largest, to[1] = sum;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int i = warp; i < DIM / 16; i += SINGLE_WARPS) {
-            float c[4] = {};
-#pragma unroll
-            for (int k = 0; k < BLOCK; k += 16) {
-                u32 a[4];
-                load_transposed(a, shared_address(value + block_at(k + lane / 16 * 8 + lane % 8, i * 16 + lane / 8 % 2 * 8)));
-                const u16 *b = weights + lane / 4 * WEIGHTS_ROW + k + lane % 4 * 2;
-                multiply_f16(c, a, *(const u32 *)b, *(const u32 *)(b + 8));
-            }
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int h = first + lane % 4 * 2 + j % 2;
-                if (h >= group) continue;
-                float *to = p.partial + ((row * s.heads + kv_head * group + h) * p.blocks + block) * (DIM + 2);
-                to[i * 16 + lane / 4 + j / 2 * 8] = c[j];
-            }
-        }
-    }
-}
-
-/// Joins the blocks of a query, ascending, and gates. Grid: (heads, rows); DIM threads.
-KERNEL void attn_join(Single p) {
-    const Shape &s = p.shape;
-    int head = blockIdx.x, i = threadIdx.x;
-    long row = blockIdx.y;
-    next();
-    int blocks = p.positions[row] / BLOCK + 1;
-    previous();
-    float gate = p.projected[row * s.stride + (s.heads + head) * DIM + i];
-    const float *from = p.partial + (row * s.heads + head) * p.blocks * (DIM + 2);
-    float largest = -1e30f, sum = 0.0f, out = 0.0f;
-#pragma unroll 8
-    for (int b = 0; b < blocks; b++) largest = fmaxf(largest, from[(long)b * (DIM + 2) + DIM]);
-#pragma unroll 8
-    for (int b = 0; b < blocks; b++) {
-        const float *at = from + (long)b * (DIM + 2);
-        float weight = expf(at[DIM] - largest);
-        sum = fmaf(weight, at[DIM + 1], sum);
-        out = fmaf(weight, at[i], out);
-    }
-    p.out[(row * s.heads + head) * DIM + i] = bf16(out / sum * sigmoid(gate));
 }

@@ -57,6 +57,13 @@ DEVICE u32 f16_pair(float low, float high) {
     return out;
 }
 
+/// The same of numbers that are not too large.
+DEVICE u32 half_pair(float low, float high) {
+    u32 out;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
 /// A float to f16 as the host rounds it: what is too large becomes infinite.
 DEVICE u16 f16(float x) {
     u16 out;

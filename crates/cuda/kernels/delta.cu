@@ -145,96 +145,282 @@ struct Single {
     const float *const *from; // of each row: the slot before; may be null: zeros
     float *const *to;         // of each row: the slot after
     long offset;              // of the layer in a slot: its window, then its states
-    float *out;               // [rows, value heads · DIM]
+    const float *norm;        // [DIM]
+    u16 *out;                 // [rows, value heads · DIM]
+    float eps;
 };
 
-// A block of `delta_single` holds 32 columns of a head's state; 16 groups of its threads, a warp each, share the keys.
-const int COLUMNS = 32, PARTS = 16, KEYS = DIM / PARTS;
+// Single rows: a block has some columns of a head's state: all, which lie together, or, where there are few rows, 32, so that all
+// multiprocessors have work; blocks of a head are a cluster then. 16 warps: four groups of columns by four quarters of the keys; in a warp,
+// eight lanes side by side have the columns of the group, and four of those share the quarter. The order of sums is the same however
+// many columns a block has.
+const int SINGLE_THREADS = 512, KEYS = DIM / 16; // KEYS: of a thread
 
-/// What is left of a channel's convolution but for the newest input; its window moves on by all other inputs if `writes`.
-DEVICE float convolve_before(const Single &p, const float *before, float *after, int channel, bool writes) {
+template <int ACROSS> struct __align__(ACROSS == 3 ? 4 : 4 * ACROSS) Columns {
+    float x[ACROSS];
+};
+
+/// What is left of a channel's convolution but for the newest input; its window moves on by all other inputs if `moves`. The last three of
+/// those are loaded together.
+DEVICE float convolve_before(const Single &p, const float *before, float *after, int channel, bool moves) {
     int taps = p.shape.taps, count = channels(p.shape);
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int t = 0; t < taps - 1; t++) {
-        float old = before ? before[(long)t * count + channel] : 0.0f;
-        sum = fmaf(p.weights[channel * taps + t], old, sum);
-        if (writes && t > 0) after[(long)(t - 1) * count + channel] = old;
+    const float *weights = p.weights + channel * taps;
+    float sum = 0.0f, old[3], factors[3];
+#pragma unroll 1
+    for (int t = 0; t < taps - 4; t++) {
+        float old = before ? before[t * count + channel] : 0.0f;
+        sum = fmaf(weights[t], old, sum);
+        if (moves && t > 0) after[(t - 1) * count + channel] = old;
+    }
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        int t = taps - 4 + i;
+        factors[i] = t >= 0 ? weights[t] : 0.0f;
+        old[i] = t >= 0 && before ? before[t * count + channel] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        int t = taps - 4 + i;
+        sum = fmaf(factors[i], old[i], sum);
+        if (moves && t > 0) after[(t - 1) * count + channel] = old[i];
     }
     return sum;
 }
 
-/// One token of each of several sequences, from convolution to the delta rule's output, not normed. Grid: (value heads,
-/// DIM / 32, rows); 512 threads: thread (part, column) holds a column of a sixteenth of the state's rows. With S the state, kept
-/// in part: d = beta (v - S k), S + k d is the new one, and q S + (q · k) d the output, so that one sum over parts serves both.
-KERNEL __launch_bounds__(512, 2) void delta_single(Single p) {
-    __shared__ __align__(16) float q[DIM], k[DIM];
-    __shared__ float v[COLUMNS], partial[2][PARTS][COLUMNS];
+/// This thread's keys of a vector in shared memory.
+DEVICE void load_keys(float to[KEYS], const float *from) {
+    const int STEP = KEYS % 4 == 0 ? 4 : 2;
+#pragma unroll
+    for (int i = 0; i < KEYS; i += STEP) {
+        if (STEP == 4) {
+            float4 x = *(const float4 *)(from + i);
+            to[i] = x.x, to[i + 1] = x.y, to[(i + 2) % KEYS] = x.z, to[(i + 3) % KEYS] = x.w;
+        } else {
+            float2 x = *(const float2 *)(from + i);
+            to[i] = x.x, to[i + 1] = x.y;
+        }
+    }
+}
+
+/// The sum over lanes that are 8 and 16 apart: of x in lanes with l / 8 % 2 = 0, of y in the others.
+DEVICE float sum_of_two(float x, float y) {
+    bool second = threadIdx.x & 8;
+    float sum = (second ? y : x) + __shfl_xor_sync(~0u, second ? x : y, 8);
+    return sum + __shfl_xor_sync(~0u, sum, 16);
+}
+
+/// Numbers that blocks of a cluster hand one another: a barrier that counts their bytes, and a number of each block. No fence, which would
+/// wait for all that was stored before.
+template <int BLOCKS> struct Exchange {
+    u64 barrier;
+    float numbers[BLOCKS];
+
+    /// By all threads, before anything else.
+    __device__ __forceinline__ void begin() {
+#if __CUDA_ARCH__ >= 900
+        if (threadIdx.x == 0) {
+            u32 at = shared_address(&barrier);
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "n"(4 * BLOCKS) : "memory");
+        }
+        __syncwarp();
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+    }
+
+    /// By all threads: all blocks have begun.
+    __device__ __forceinline__ void begun() {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+    }
+
+    /// By a warp: stores its number with all blocks, and waits for theirs.
+    __device__ __forceinline__ void run(float number) {
+#if __CUDA_ARCH__ >= 900
+        u32 block = threadIdx.x % 32, own = shared_address(&barrier), done = 0;
+        if (block < BLOCKS) {
+            u32 to, at;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(numbers + blockIdx.y)), "r"(block));
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(own), "r"(block));
+            asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(number)),
+                         "r"(at)
+                         : "memory");
+        }
+        while (!done) {
+            asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                         : "=r"(done)
+                         : "r"(own)
+                         : "memory");
+        }
+#endif
+    }
+};
+
+/// Has a head's state brought to the second cache, by one thread.
+DEVICE void fetch_state(const float *from) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(DIM * DIM * 4) : "memory");
+#endif
+}
+
+/// In shared memory.
+template <int COLUMNS> struct StepRoom {
+    __align__(16) float vectors[2 * DIM + COLUMNS]; // q | k | v
+    __align__(16) float partial[2][4][COLUMNS];     // S k and S q of a quarter of the keys
+    __align__(16) float gates[COLUMNS];             // times the norm's weights
+    float lengths[3], beta, keep;                   // q · q, k · k, q · k
+    Exchange<DIM / COLUMNS> squares;                // of the outputs of a head's blocks
+};
+
+/// Sums over keys, of S k or S q.
+template <int COUNT, int COLUMNS> DEVICE void sum_quarters(float to[COUNT], const float (&from)[4][COLUMNS], int column) {
+    Columns<COUNT> x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = *(const Columns<COUNT> *)(from[i] + column);
+#pragma unroll
+    for (int w = 0; w < COUNT; w++) to[w] = (x[0].x[w] + x[1].x[w]) + (x[2].x[w] + x[3].x[w]);
+}
+
+/// What is added to S, by k: d = beta (v − S k), k brought to length 1.
+template <int COUNT, int COLUMNS> DEVICE void difference(float d[COUNT], const StepRoom<COLUMNS> &room, int column) {
+    float k_scale = rsqrtf(room.lengths[1] + L2_EPS), of_sum = -room.keep * k_scale, factor = room.beta * k_scale;
+    sum_quarters<COUNT>(d, room.partial[0], column);
+    Columns<COUNT> v = *(const Columns<COUNT> *)(room.vectors + 2 * DIM + column);
+#pragma unroll
+    for (int w = 0; w < COUNT; w++) d[w] = factor * fmaf(of_sum, d[w], v.x[w]);
+}
+
+struct __align__(PER == 3 ? 2 : 2 * PER) Rounded {
+    u16 x[PER];
+};
+
+/// The output of a block's columns, normed over the head and gated, by a warp: a lane has PER columns, as often as there are lanes.
+template <int COLUMNS> DEVICE void store_output(const Single &p, StepRoom<COLUMNS> &room, u16 *out) {
+    const int LANES = PER == 3 ? 32 : 32 / PER; // of 32 columns, but for PER = 3
+    int lane = threadIdx.x % 32, column = lane * PER % COLUMNS;
+    float d[PER], o[PER], squares = 0.0f, q_scale = rsqrtf((float)DIM) * rsqrtf(room.lengths[0] + L2_EPS);
+    difference<PER>(d, room, column), sum_quarters<PER>(o, room.partial[1], column);
+#pragma unroll
+    for (int w = 0; w < PER; w++) {
+        o[w] = q_scale * fmaf(room.lengths[2], d[w], room.keep * o[w]);
+        squares = fmaf(o[w], o[w], squares);
+    }
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
+    if (COLUMNS < DIM) {
+        room.squares.run(squares);
+        squares = room.squares.numbers[lane % (DIM / COLUMNS)];
+#pragma unroll
+        for (int step = 1; step < DIM / COLUMNS; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
+    } else {
+#pragma unroll
+        for (int step = LANES; step < 32; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
+    }
+    float scale = rsqrtf(squares * (1.0f / DIM) + p.eps);
+    if (lane * PER >= COLUMNS) return;
+    Rounded rounded;
+#pragma unroll
+    for (int w = 0; w < PER; w++) rounded.x[w] = bf16(o[w] * scale * room.gates[column + w]);
+    *(Rounded *)(out + column) = rounded;
+}
+
+/// One token of each of several sequences, from convolution to the delta rule's output, normed and gated. With S the state, kept in part:
+/// S + k d is the new one, and q S + (q · k) d the output, so that one sum over keys serves both; the decay is applied to sums.
+template <int COLUMNS> DEVICE void delta_step(const Single &p) {
+    const int ACROSS = COLUMNS / 32; // of a thread
+    __shared__ StepRoom<COLUMNS> room;
     next();
+    if (COLUMNS < DIM) room.squares.begin();
     const Shape &s = p.shape;
-    int head = blockIdx.x, row = blockIdx.z, per_key = s.value_heads / s.key_heads, key_head = head / per_key;
-    int thread = threadIdx.x, part = thread / COLUMNS, own = thread % COLUMNS, column = blockIdx.y * COLUMNS + own;
+    int head = blockIdx.x, row = blockIdx.z, per_key = s.value_heads / s.key_heads, key_head = head / per_key, first = blockIdx.y * COLUMNS;
+    int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, quarter = warp / 4;
+    int column = (warp % 4 * 8 + lane % 8) * ACROSS, key = (quarter * 4 + lane / 8) * KEYS;
     const float *before = p.from[row] ? p.from[row] + p.offset : 0, *input = p.projected + (long)row * s.stride;
     float *after = p.to[row] + p.offset;
-    int count = channels(s);
-    long at = (long)(s.taps - 1) * count + ((long)head * DIM + part * KEYS) * DIM + column;
+    int at = (s.taps - 1) * channels(s) + (head * DIM + key) * DIM + first + column;
     // Neither the state nor the window depends on the kernel before: they are on their way while that one ends. Nothing in this
     // pass reads what is written meanwhile.
-    float state[KEYS];
+    Columns<ACROSS> state[KEYS] = {};
+    if (before) {
 #pragma unroll
-    for (int i = 0; i < KEYS; i++) state[i] = before ? before[at + i * DIM] : 0.0f;
+        for (int i = 0; i < KEYS; i++) state[i] = *(const Columns<ACROSS> *)(before + at + i * DIM);
+    }
+    if (COLUMNS == DIM && thread == SINGLE_THREADS - 1) {
+        // Half of all blocks may have room only when the kernel before ends.
+        int ahead = row * gridDim.x + head + gridDim.x * gridDim.z / 2, other = ahead / gridDim.x;
+        const float *from = other < gridDim.z ? p.from[other] : 0;
+        if (from) fetch_state(from + p.offset + (s.taps - 1) * channels(s) + (ahead - other * gridDim.x) * DIM * DIM);
+    }
     // The first DIM threads take the channels of q, the next those of k, then come those of v.
-    int which = thread / DIM, place = thread % DIM, channel = -1;
-    bool writes = true;
-    if (which < 2) {
-        channel = (which == 0 ? key_head : s.key_heads + key_head) * DIM + place;
-        writes = blockIdx.y == 0 && head % per_key == 0;
-    } else if (thread < 2 * DIM + COLUMNS) {
-        channel = (2 * s.key_heads + head) * DIM + blockIdx.y * COLUMNS + thread - 2 * DIM;
-    }
-    float history = 0.0f, newest_weight = 0.0f;
-    if (channel >= 0) {
-        history = convolve_before(p, before, after, channel, writes);
+    int which = thread / DIM, place = thread % DIM;
+    int channel = which == 2 ? (2 * s.key_heads + head) * DIM + first + place : (which * s.key_heads + key_head) * DIM + place;
+    bool convolves = thread < 2 * DIM + COLUMNS, moves = which == 2 || (head % per_key == 0 && first == 0);
+    float history = 0.0f, newest_weight = 0.0f, a = 0.0f, bias = 0.0f;
+    if (convolves) {
+        history = convolve_before(p, before, after, channel, moves);
         newest_weight = p.weights[channel * s.taps + s.taps - 1];
-    }
-    float a = p.a[head], bias = p.dt_bias[head];
-    previous();
-    const float *raw = input + count + s.value_heads * DIM + head;
-    float raw_beta = raw[0], raw_alpha = raw[s.value_heads];
-    if (channel >= 0) {
-        float newest = input[channel], x = silu(fmaf(newest_weight, newest, history));
-        *(which == 0 ? q + place : which == 1 ? k + place : v + thread - 2 * DIM) = x;
-        if (writes && s.taps > 1) after[(long)(s.taps - 2) * count + channel] = newest;
-    }
-    float beta = sigmoid(raw_beta), keep = expf(a * softplus(raw_alpha + bias));
-    __syncthreads();
-    // Every warp works out the lengths of q and k and their product by itself, so that nobody waits for it.
-    float q_squares = 0.0f, k_squares = 0.0f, product = 0.0f;
+    } else if (warp == 15) {
+        a = p.a[head], bias = p.dt_bias[head];
+    } else if (warp == 14) {
 #pragma unroll
-    for (int i = 0; i < (DIM + 31) / 32; i++) {
-        float x = i * 32 + own < DIM ? q[i * 32 + own] : 0.0f, y = i * 32 + own < DIM ? k[i * 32 + own] : 0.0f;
-        q_squares = fmaf(x, x, q_squares), k_squares = fmaf(y, y, k_squares), product = fmaf(x, y, product);
+        for (int i = lane; i < COLUMNS; i += 32) room.gates[i] = p.norm[first + i];
     }
-    float of_k = 0.0f, of_q = 0.0f;
+    if (COLUMNS < DIM) room.squares.begun();
+    previous();
+    const float *z = input + channels(s) + head * DIM + first, *raw = input + channels(s) + s.value_heads * DIM + head;
+    if (convolves) {
+        float newest = input[channel];
+        room.vectors[thread] = silu(fmaf(newest_weight, newest, history));
+        if (moves && s.taps > 1) after[(s.taps - 2) * channels(s) + channel] = newest;
+    } else if (warp == 15) {
+        float x = sigmoid(raw[0]), y = expf(a * softplus(raw[s.value_heads] + bias));
+        if (lane == 0) room.beta = x, room.keep = y;
+    } else if (warp == 14) {
+#pragma unroll
+        for (int i = lane; i < COLUMNS; i += 32) room.gates[i] *= silu(z[i]);
+    }
+    __syncthreads();
+    float k[KEYS], q[KEYS], of_k[ACROSS] = {}, of_q[ACROSS] = {};
+    load_keys(k, room.vectors + DIM + key), load_keys(q, room.vectors + key);
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
-        state[i] *= keep;
-        of_k = fmaf(state[i], k[part * KEYS + i], of_k), of_q = fmaf(state[i], q[part * KEYS + i], of_q);
+#pragma unroll
+        for (int w = 0; w < ACROSS; w++) {
+            of_k[w] = fmaf(state[i].x[w], k[i], of_k[w]), of_q[w] = fmaf(state[i].x[w], q[i], of_q[w]);
+        }
     }
-    partial[0][part][own] = of_k, partial[1][part][own] = of_q;
-    q_squares = warp_sum(q_squares), k_squares = warp_sum(k_squares), product = warp_sum(product);
-    float q_scale = rsqrtf((float)DIM) / sqrtf(q_squares + L2_EPS), k_scale = 1.0f / sqrtf(k_squares + L2_EPS);
+#pragma unroll
+    for (int w = 0; w < ACROSS; w++) {
+        float sum = sum_of_two(of_k[w], of_q[w]);
+        if (lane < 16) room.partial[lane / 8][quarter][column + w] = sum;
+    }
+    if (warp < 3) {
+        const float *x = room.vectors + (warp == 1) * DIM + lane, *y = room.vectors + (warp > 0) * DIM + lane;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PER; i++) sum = fmaf(x[i * 32], y[i * 32], sum);
+        sum = warp_sum(sum);
+        if (lane == 0) room.lengths[warp] = sum;
+    }
     __syncthreads();
-    of_k = of_q = 0.0f;
+    if (warp == 0) store_output(p, room, p.out + ((long)row * s.value_heads + head) * DIM + first);
+    float d[ACROSS], keep = room.keep;
+    difference<ACROSS>(d, room, column);
+    load_keys(k, room.vectors + DIM + key); // once more, as registers are few
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) of_k += partial[0][i][own];
-    float d = beta * (v[own] - of_k * k_scale);
-    if (part == 0) {
+    for (int i = 0; i < KEYS; i++) {
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) of_q += partial[1][i][own];
-        p.out[((long)row * s.value_heads + head) * DIM + column] = q_scale * fmaf(product * k_scale, d, of_q);
+        for (int w = 0; w < ACROSS; w++) state[i].x[w] = fmaf(k[i], d[w], keep * state[i].x[w]);
+        *(Columns<ACROSS> *)(after + at + i * DIM) = state[i];
     }
-    d *= k_scale;
-#pragma unroll
-    for (int i = 0; i < KEYS; i++) after[at + i * DIM] = fmaf(k[part * KEYS + i], d, state[i]);
 }
+
+/// Grid: (value heads, 1, rows).
+KERNEL __launch_bounds__(SINGLE_THREADS, 2) void delta_single(Single p) { delta_step<DIM>(p); }
+
+#if DELTA_CLUSTERS
+/// Grid: (value heads, DIM / 32, rows).
+KERNEL __launch_bounds__(SINGLE_THREADS, 2) __cluster_dims__(1, DIM / 32, 1) void delta_split(Single p) { delta_step<32>(p); }
+#endif

@@ -8,12 +8,10 @@ struct FewRows {
     const float *x;       // [rows, cols]: normed first
     const u16 *numbers;   // instead: [count, cols] bf16 as they are
     const u32 *index;     // which rows of x; may be null: all
-    const float *norm;    // [cols]; of heads: [head]
-    const float *gate;    // if not null, x is norms of heads times SiLU of this: rows of `gate_stride` numbers
+    const float *norm;    // [cols]
     float *normed;        // the normed rows, f32; may be null
     u16 *rounded;         // the same as bf16; may be null
     int cols, count, out_stride, add;
-    int head, gate_stride;
     float eps;
     int room_at, table_at, stages_at, stage_bytes, stages; // of shared memory, behind x
     int unused;
@@ -50,31 +48,11 @@ DEVICE float4 normed_at(const FewRows &p, int r, int i, const float *room) {
     return make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
 }
 
-/// Norms of heads, gated, to shared memory as bf16: a warp for each head.
-DEVICE void stage_heads(const FewRows &p, u16 *x) {
-    int lane = threadIdx.x % 32, heads = p.cols / p.head, stride = x_stride(p.cols);
-#pragma unroll 2
-    for (int i = threadIdx.x / 32; i < p.count * heads; i += blockDim.x / 32) {
-        int r = i / heads, column = (i - r * heads) * p.head + lane * 4;
-        bool inside = lane * 4 < p.head;
-        float4 v = inside ? *(const float4 *)(p.x + (long)r * p.cols + column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        float sum = warp_sum((v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w));
-        if (!inside) continue;
-        float scale = 1.0f / sqrtf(sum / (float)p.head + p.eps);
-        float4 w = *(const float4 *)(p.norm + lane * 4);
-        const float *gate = p.gate + (long)r * p.gate_stride + column;
-        u32 low = bf16_pair(v.x * scale * w.x * silu(gate[0]), v.y * scale * w.y * silu(gate[1]));
-        u32 high = bf16_pair(v.z * scale * w.z * silu(gate[2]), v.w * scale * w.w * silu(gate[3]));
-        *(uint2 *)(x + r * stride + x_at(column)) = make_uint2(low, high);
-    }
-}
-
 /// Brings x to shared memory as bf16; block 0 stores what others want of it.
 DEVICE void stage_x(const FewRows &p, u16 *x, float *room, bool store) {
     int stride = x_stride(p.cols);
 #pragma unroll 1
     for (int r = 0; r < p.count; r++) pad_x(x + r * stride, p.cols);
-    if (p.gate) return stage_heads(p, x);
     if (p.numbers) {
         int chunks = p.cols / 8;
 #pragma unroll 4
@@ -204,7 +182,7 @@ template <int COUNT> DEVICE void few_by(const FewRows &p) {
 #pragma unroll 1
     for (int i = 0; i < p.stages - 1; i++) bring();
     previous();
-    if (!p.numbers && !p.gate) norm_scales(p, room);
+    if (!p.numbers) norm_scales(p, room);
     if (plain) {
         plain_rows(p, (float *)shared, room);
         return;

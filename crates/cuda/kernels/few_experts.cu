@@ -15,7 +15,6 @@ const int UP_PARTS = 4;       // warps that share the columns of an item of `exp
 const int UP_THREADS = 640;   // of a block of it, at most
 const int UP_ROUND = 8;       // items whose sums it keeps, before its warps add them up
 const int DOWN_THREADS = 704; // of a block of `experts_down`, at most
-const int SPAN = 256;         // columns
 const int PLANE = 264;        // bytes of a plane of a span of x, so that two lie in different banks
 const int PLANES = 544;       // of two of them, and their scale
 const int ROWS_BYTES = 144;   // of where a step's rows come from, and what the step is, at its beginning
@@ -249,8 +248,6 @@ DEVICE float row_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
 }
-
-DEVICE int spans_of(int cols) { return (cols + SPAN - 1) / SPAN; }
 
 /// Waits for the oldest step of those in flight, by all lanes of a warp.
 DEVICE void step_wait(int stages) {

@@ -20,18 +20,25 @@ DEVICE void barrier_arrive_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+/// Whether the phase of this parity has ended.
+DEVICE bool barrier_passed(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done;
+}
+
 /// Waits for the end of the phase of this parity.
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
+#if WGMMA
     u32 done = 0;
     while (!done) {
-#if WGMMA
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-#else
-        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-#endif
     }
+#else
+    while (!barrier_passed(barrier, parity)) {}
+#endif
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -39,6 +46,13 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 /// One more arrival, and `bytes` that copies will bring.
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+/// Begins to copy whole words of 16 bytes to shared memory, for which a barrier waits (`barrier_expect`).
+DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(barrier)
                  : "memory");
 }
 

@@ -1,17 +1,22 @@
-// Products of spans: 256 columns of 16 rows of weights times up to eight rows of x, by one warp.
+// Products of spans by whole numbers: 256 columns of 16 rows of weights times up to eight rows of x, by one warp.
 //
-// Lane l holds two runs (32 weights) of the rows l / 4 and l / 4 + 8, and the same runs of row l / 4 of x: which two is up to the
-// type, so that they share bytes. c is the product's layout (`multiply_bf16`).
+// Weights of blocks are whole numbers q of a byte times whole scales of a few bits, times one factor a block. x becomes two whole
+// numbers of a byte too, planes of 2^0 and 2^8 that hold 15 bits counted from the largest of a span. So the sum of a block is a
+// whole number, which is exact, and few instructions: a word of four weights is a factor as it comes out of its mask.
 //
-// Factors are f16: whole numbers q times whole scales of a few bits are exact there (Q6_K's but for 2^-12), and the scale of a
-// block is applied to its sums; Q8_0's is multiplied into the weights, rounded to f16. Small numbers are made as the mantissa of 1024 + q, two at a time: the bytes 0 and 2 of a word,
-// then 1 and 3. x comes in that order: columns 4 i, 4 i + 2, 4 i + 1, 4 i + 3.
+// The product (16 · 8, 32 columns) takes four columns of eight from each lane: lane l holds the columns 8 (l % 4) … 8 (l % 4) + 8
+// of each run of the rows l / 4 and l / 4 + 8. Its eight columns are the planes of four rows of x, one beside the other: a SET. So
+// lane l has both sums of row 4 s + l % 4 of x.
+//
+// What is taken off each weight (a min, or the middle of its range) is multiplied with sums of x, by one product of f16.
+//
+// A span of a row of x in shared memory, SPAN_X bytes: two planes of [8 runs][32], 288 bytes apart, so that eight of them lie in
+// different banks; at SUMS_AT for each run, then for each half of one, the sum of x: 1024 times a whole number, then what is left,
+// as f16; at SCALE_AT what sums are multiplied with, and the sum of squares, f32.
 
-DEVICE u32 half_fma(u32 a, u32 b, u32 c) {
-    u32 out;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-    return out;
-}
+const int SPAN = 256, PLANE_X = 288, SUMS_AT = 2 * PLANE_X, SCALE_AT = SUMS_AT + 96, SPAN_X = 704;
+
+DEVICE int spans_of(int cols) { return (cols + SPAN - 1) / SPAN; }
 
 DEVICE u32 half_add(u32 a, u32 b) {
     u32 out;
@@ -32,116 +37,198 @@ DEVICE u32 mixed(u32 a, u32 b, u32 mask) {
     return out;
 }
 
-/// 1024 + q for the bytes 0 and 2 of a word, of which `mask` says which bits count.
-DEVICE u32 even_bytes(u32 word, u32 mask) {
-    u32 out;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "r"(mask), "r"(0x64006400u));
-    return out;
-}
-
-/// The same of bytes 1 and 3.
-DEVICE u32 odd_bytes(u32 word, u32 mask) { return even_bytes(word >> 8, mask); }
-
-/// A whole number from byte `which` of `bytes`, less than 128, as a pair of f16.
-DEVICE u32 half_of_byte(u32 bytes, u32 which) {
-    return half_add(__byte_perm(bytes, 0x64646464u, 0x4040u + which * 0x101u), 0xe400e400u);
-}
+/// The bytes 0 and 1 of a word, whole numbers from 0 to 255, as a pair of f16, less `middle`: −(1024 + what is taken off), twice.
+DEVICE u32 halves_of(u32 bytes, u32 middle) { return half_add(__byte_perm(bytes, 0x64646464u, 0x4140), middle); }
 
 DEVICE u32 shared_word(u32 address) {
     u32 out;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(out) : "r"(address));
+    asm("ld.shared.u32 %0, [%1];" : "=r"(out) : "r"(address));
     return out;
 }
 
-/// Selects a word that begins at `address` from the two it lies in.
-DEVICE u32 unaligned(u32 address, u32 before, u32 after) { return __byte_perm(before, after, address & 2 ? 0x5432 : 0x3210); }
+/// Eight bytes at an even address of shared memory.
+DEVICE uint2 eight_at(u32 address) {
+    u32 first = address & ~3u, order = address & 2 ? 0x5432 : 0x3210;
+    u32 a = shared_word(first), b = shared_word(first + 4), c = shared_word(first + 8);
+    return make_uint2(__byte_perm(a, b, order), __byte_perm(b, c, order));
+}
 
-/// Which runs of a span are a lane's: two neighbours; and in which order it takes their words.
-struct Neighbours {
-    DEVICE int own(int i) { return threadIdx.x % 4 * 2 + i; }
-    DEVICE int order(int i) { return i; }
+/// c = a · b: a [16, 32], b [32, 8], of whole numbers of a byte.
+///
+/// Lane l holds of a rows l / 4 (a0, a2) and l / 4 + 8 (a1, a3), of c these rows (c0, c1; c2, c3), columns 2 (l % 4) and the next.
+DEVICE void product_whole(int c[4], const u32 a[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
+}
+
+/// c += a · b of f16: a [16, 16], b [16, 8].
+DEVICE void add_halves(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+/// A span of x, as lanes take it; `at`: of its record of row 0, rows `stride` bytes apart.
+template <int SETS> struct SpanX {
+    const u8 *at;
+    int stride, count;
+    const u8 *own[SETS]; // where this lane's columns of the runs begin
+
+    DEVICE const u8 *row(const SpanX &x, int r) { return x.at + min(r, x.count - 1) * x.stride; }
+
+    DEVICE SpanX of(const u8 *at, int stride, int count) {
+        int column = threadIdx.x % 32 / 4;
+        SpanX x = {at, stride, count};
+#pragma unroll
+        for (int s = 0; s < SETS; s++) x.own[s] = row(x, 4 * s + column / 2) + column % 2 * PLANE_X + threadIdx.x % 4 * 8;
+        return x;
+    }
+
+    DEVICE uint2 run(const SpanX &x, int s, int r) { return *(const uint2 *)(x.own[s] + 32 * r); }
+
+    /// This lane's sums of x, of the column that comes to lie beside what it has of set 0 or 1: pairs at `at`.
+    DEVICE u32 sums(const SpanX &x, int at) {
+        int column = threadIdx.x % 32 / 4;
+        return *(const u32 *)(row(x, column % 2 * 4 + column / 2) + SUMS_AT + 2 * at + threadIdx.x % 4 * 4);
+    }
+
+    DEVICE float scale(const SpanX &x, int s) { return *(const float *)(row(x, 4 * s + threadIdx.x % 4) + SCALE_AT); }
 };
+
+/// Puts eight columns of a span down, each lane its own: of some rows side by side, `count` of which are there.
+template <int ROWS> DEVICE void put_x(u8 *record, int stride, int count, const float y[ROWS][8], const float squares[ROWS]) {
+    int lane = threadIdx.x % 32;
+    u32 most[ROWS], words[ROWS][4];
+    float sums[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        most[r] = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) most[r] = max(most[r], __float_as_uint(y[r][i]) & 0x7fffffffu);
+        most[r] = __reduce_max_sync(~0u, most[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        // The largest becomes 127 · 256. What is next to nothing becomes that.
+        float up = most[r] < 0x0d000000u ? 0.0f : __fdividef(32512.0f, __uint_as_float(most[r]));
+        u32 whole[8];
+        sums[r] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            // As the mantissa of a float, then with the zero of both bytes moved to 128.
+            float moved = fmaf(y[r][i], up, 12582912.0f);
+            whole[i] = __float_as_uint(moved) + 0x8080u;
+            sums[r] += moved - 12582912.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 *v = whole + i % 2 * 4; // plane i / 2
+            u32 low = __byte_perm(v[0], v[1], i < 2 ? 0x0040 : 0x0051), high = __byte_perm(v[2], v[3], i < 2 ? 0x0040 : 0x0051);
+            words[r][i] = __byte_perm(low, high, 0x5410) ^ 0x80808080u;
+        }
+        sums[r] += __shfl_xor_sync(~0u, sums[r], 1);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        float all = sums[r] + __shfl_xor_sync(~0u, sums[r], 2);
+        u8 *to = record + r * stride;
+        if (r >= count) continue;
+        ((uint2 *)to)[lane] = make_uint2(words[r][0], words[r][1]);
+        ((uint2 *)(to + PLANE_X))[lane] = make_uint2(words[r][2], words[r][3]);
+        auto put = [&](int at, int apart, float sum) {
+            float thousands = rintf(sum * (1.0f / 1024.0f));
+            u32 both = half_pair(thousands, fmaf(thousands, -1024.0f, sum));
+            u16 *pairs = (u16 *)(to + SUMS_AT) + at;
+            pairs[0] = (u16)both, pairs[apart] = (u16)(both >> 16);
+        };
+        if (lane % 4 == 0) put(lane / 4, 8, all);
+        if (lane % 2 == 0) put(16 + lane / 2, 16, sums[r]);
+        if (lane == 0) {
+            // What is no number stays none.
+            float down = most[r] < 0x0d000000u ? 0.0f : __uint_as_float(most[r] >= 0x7f800000u ? 0x7fffffffu : most[r]) * (1.0f / 32512.0f);
+            *(float2 *)(to + SCALE_AT) = make_float2(down, squares[r]);
+        }
+    }
+}
+
+/// What sums of both planes come to.
+DEVICE float joined(int low, int high) { return fmaf((float)high, 256.0f, (float)low); }
 
 /// Types without a product of spans.
 template <class T> struct Span {
     static const bool EXISTS = false;
 };
 
-/// What a lane needs of a row of Q4_K and Q5_K: scales and mins of two neighbouring runs.
-struct RowK {
-    u32 scale[2], bias[2], min[2]; // pairs of f16: scale · small number + bias is a whole number times a whole scale
-    float d, dmin;
-
-    /// Steps of the two runs' small numbers are 1 / `first` and 1 / `second`, as pairs of f16.
-    DEVICE RowK of(const u8 *block, u32 first, u32 second) {
-        uint4 head = *(const uint4 *)block;
-        int t = threadIdx.x % 4, shift = t % 2 * 16;
-        u32 a = head.y >> shift, b = head.z >> shift, c = head.w >> shift;
-        u32 scales = t < 2 ? a & 0x3f3f : (c & 0x0f0f) | (a >> 2 & 0x3030);
-        u32 mins = t < 2 ? b & 0x3f3f : (c >> 4 & 0x0f0f) | (b >> 2 & 0x3030);
-        RowK row;
-        row.d = f16_value((u16)head.x), row.dmin = f16_value((u16)(head.x >> 16));
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            row.scale[i] = half_multiply(half_of_byte(scales, i), i == 0 ? first : second);
-            row.bias[i] = half_multiply(row.scale[i], 0xe400e400u); // −1024
-            row.min[i] = half_of_byte(mins, i);
-        }
-        return row;
-    }
-};
-
-/// Q4_K and Q5_K. A lane's runs are the halves of the same 32 bytes.
-template <int AT, bool FIFTH> struct SpanK : Neighbours {
+/// Q4_K and Q5_K: nibbles at AT, five bits with FIFTH.
+template <int AT, bool FIFTH> struct SpanK {
     static const bool EXISTS = true;
 
-    /// Four words of a row: of each word, pairs of its first run, then of its second.
-    DEVICE void numbers(const u8 *block, int quarter, const RowK &row, u32 out[4][4]) {
-        int t = threadIdx.x % 4;
-        uint4 q = ((const uint4 *)(block + AT + 32 * t))[quarter], f = make_uint4(0, 0, 0, 0);
-        if (FIFTH) f = ((const uint4 *)(block + 16))[quarter];
-        u32 words[4] = {q.x, q.y, q.z, q.w}, fifths[4] = {f.x, f.y, f.z, f.w};
+    /// c[2 s + h] += row l / 4 + 8 h of weights, `low` or `high`, times row 4 s + l % 4 of x.
+    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int) {
+        const u8 *rows[2] = {low, high};
+        int t = threadIdx.x % 4, whole[SETS][4] = {};
+        u32 scales[2][2], mins[2];
+        uint2 fifth[2];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 w = words[i], low = w, high = w, low_mask = 0x000f000fu, high_mask = 0x00f000f0u;
-            if (FIFTH) {
-                // Fifth bits to the bits 6 and 7 of their bytes.
-                u32 top = fifths[i] * (64u >> (2 * t));
-                low = mixed(w << 2, top, 0x3f3f3f3fu), low_mask = 0x007c007cu;
-                high = mixed(w >> 1, top, 0x7f7f7f7fu), high_mask = 0x00f800f8u;
-            }
-            out[i][0] = half_fma(even_bytes(low, low_mask), row.scale[0], row.bias[0]);
-            out[i][1] = half_fma(odd_bytes(low, low_mask), row.scale[0], row.bias[0]);
-            out[i][2] = half_fma(even_bytes(high, high_mask), row.scale[1], row.bias[1]);
-            out[i][3] = half_fma(odd_bytes(high, high_mask), row.scale[1], row.bias[1]);
+        for (int h = 0; h < 2; h++) {
+            uint4 head = *(const uint4 *)rows[h];
+            if (FIFTH) fifth[h] = *(const uint2 *)(rows[h] + 16 + 8 * t);
+            scales[h][0] = head.y & 0x3f3f3f3fu;
+            scales[h][1] = (head.w & 0x0f0f0f0fu) | (head.y >> 2 & 0x30303030u);
         }
-    }
-
-    DEVICE void multiply(float c[4], const u8 *low, const u8 *high, const u32 x[2][16], int) {
-        // 1 / 4 and 1 / 8, or 1 and 1 / 16.
-        const u32 first = FIFTH ? 0x34003400u : 0x3c003c00u, second = FIFTH ? 0x30003000u : 0x2c002c00u;
-        RowK l = RowK::of(low, first, second), h = RowK::of(high, first, second);
-        float sums[4] = {}, mins[4] = {};
 #pragma unroll
-        for (int quarter = 0; quarter < 2; quarter++) {
-            u32 a[4][4], b[4][4];
-            numbers(low, quarter, l, a);
-            numbers(high, quarter, h, b);
+        for (int j = 0; j < 4; j++) {
+            u32 a[2][4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int h = 0; h < 2; h++) {
+                uint2 v = *(const uint2 *)(rows[h] + AT + 32 * j + 8 * t);
+                u32 words[2] = {v.x, v.y}, tops[2] = {fifth[h].x, fifth[h].y};
 #pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    u32 even = x[j][8 * quarter + 2 * i], odd = x[j][8 * quarter + 2 * i + 1];
-                    u32 weights[4] = {a[i][2 * j], b[i][2 * j], a[i][2 * j + 1], b[i][2 * j + 1]};
-                    u32 rest[4] = {l.min[j], h.min[j], l.min[j], h.min[j]};
-                    multiply_f16(sums, weights, even, odd);
-                    multiply_f16(mins, rest, even, odd);
+                for (int i = 0; i < 2; i++) {
+                    if (FIFTH) {
+                        // Bits 2 j and 2 j + 1 of the fifth ones belong to bit 4.
+                        u32 first = j < 2 ? tops[i] << (4 - 2 * j) : tops[i] >> (2 * j - 4);
+                        u32 second = j < 2 ? tops[i] << (3 - 2 * j) : tops[i] >> (2 * j - 3);
+                        a[0][2 * i + h] = mixed(words[i], first, 0x0f0f0f0fu) & 0x1f1f1f1fu;
+                        a[1][2 * i + h] = mixed(words[i] >> 4, second, 0x0f0f0f0fu) & 0x1f1f1f1fu;
+                    } else {
+                        a[0][2 * i + h] = words[i] & 0x0f0f0f0fu;
+                        a[1][2 * i + h] = words[i] >> 4 & 0x0f0f0f0fu;
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int r = 2 * j + i;
+#pragma unroll
+                for (int s = 0; s < SETS; s++) {
+                    int part[4];
+                    uint2 v = SpanX<SETS>::run(x, s, r);
+                    product_whole(part, a[i], v.x, v.y);
+#pragma unroll
+                    for (int k = 0; k < 4; k++) whole[s][k] += part[k] * (int)(scales[k / 2][r / 4] >> (8 * (r % 4)) & 255);
                 }
             }
         }
+        float rest[4] = {}, factors[2], less[2];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            c[i] = fmaf(i < 2 ? l.d : h.d, sums[i], fmaf(i < 2 ? -l.dmin : -h.dmin, mins[i], c[i]));
+        for (int h = 0; h < 2; h++) {
+            uint4 head = *(const uint4 *)rows[h];
+            factors[h] = f16_value((u16)head.x), less[h] = f16_value((u16)(head.x >> 16)) * -1024.0f;
+            u32 b = head.z >> (t % 2 * 16), w = head.w >> (t % 2 * 16);
+            mins[h] = halves_of(t < 2 ? b & 0x3f3fu : (w >> 4 & 0x0f0fu) | (b >> 2 & 0x3030u), 0xe400e400u);
+        }
+        add_halves(rest, mins[0], mins[1], half_multiply(mins[0], 0x14001400u), half_multiply(mins[1], 0x14001400u),
+                   SpanX<SETS>::sums(x, 0), SpanX<SETS>::sums(x, 8));
+#pragma unroll
+        for (int s = 0; s < SETS; s++) {
+            float scale = SpanX<SETS>::scale(x, s);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float sum = factors[h] * joined(whole[s][2 * h], whole[s][2 * h + 1]);
+                c[2 * s + h] = fmaf(fmaf(less[h], rest[2 * h + s], sum), scale, c[2 * s + h]);
+            }
         }
     }
 };
@@ -149,96 +236,110 @@ template <int AT, bool FIFTH> struct SpanK : Neighbours {
 template <> struct Span<Q4_K> : SpanK<16, false> {};
 template <> struct Span<Q5_K> : SpanK<48, true> {};
 
-/// A lane's runs share the low bits' bytes: the first and third of a half block, or the second and fourth.
+/// Scales belong to halves of runs, which lie in two lanes each: products of either have zeros for the other's.
 template <> struct Span<Q6_K> {
     static const bool EXISTS = true;
-    DEVICE int own(int i) { return threadIdx.x % 4 / 2 * 4 + threadIdx.x % 2 + 2 * i; }
 
-    /// The lanes of a row begin at different words of 16 bytes, which lie in different banks.
-    DEVICE int order(int i) { return (i & 4) | (i + threadIdx.x) % 4; }
-
-    /// The words of 16 bytes at an even address, in that order.
-    DEVICE void words(u32 at, u32 out[4]) {
-        u32 first = at & ~3u, last = shared_word(first + 16), found[4];
+    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int) {
+        const u8 *rows[2] = {low, high};
+        int t = threadIdx.x % 4, whole[SETS][4] = {};
+        u32 first_half = t < 2 ? ~0u : 0u, at[2] = {shared_address(low), shared_address(high)};
+        float rest[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; i++) found[i] = shared_word(first + 4 * order(i));
+        for (int which = 0; which < 2; which++) {
+            u32 words[2][3][2]; // of each row: low bits of the runs 0 and 2, of 1 and 3, high bits
+            uint2 scales[2];
 #pragma unroll
-        for (int i = 0; i < 4; i++) out[i] = unaligned(at, found[i], order(i) == 3 ? last : found[(i + 1) % 4]);
-    }
-
-    /// Half a run of a row (16 bytes) in pairs of its first run, then of its second.
-    DEVICE void numbers(const u8 *block, int half, u32 out[4][4]) {
-        int t = threadIdx.x % 4;
-        u32 lows[4], highs[4];
-        words(shared_address(block) + 32 * t + 16 * half, lows);
-        words(shared_address(block) + 128 + t / 2 * 32 + 16 * half, highs);
-        u32 scales = half_word(block, 192 + t / 2 * 8 + t % 2 * 2);
-        u32 others = half_word(block, 196 + t / 2 * 8 + t % 2 * 2);
-        u32 both = (scales >> (8 * half) & 255) | (others >> (8 * half) & 255) << 8;
-        // As 1024 + 128 + scale, then the scale.
-        u32 first = half_add(__byte_perm(both ^ 0x8080u, 0x64646464u, 0x4040u), 0xe480e480u);
-        u32 second = half_multiply(half_add(__byte_perm(both ^ 0x8080u, 0x64646464u, 0x4141u), 0xe480e480u), 0x34003400u);
+            for (int h = 0; h < 2; h++) {
+                uint2 a = eight_at(at[h] + 64 * which + 8 * t), b = eight_at(at[h] + 64 * which + 32 + 8 * t);
+                uint2 top = eight_at(at[h] + 128 + 32 * which + 8 * t);
+                words[h][0][0] = a.x, words[h][0][1] = a.y, words[h][1][0] = b.x, words[h][1][1] = b.y;
+                words[h][2][0] = top.x, words[h][2][1] = top.y;
+                scales[h] = eight_at(at[h] + 192 + 8 * which);
+            }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 w = lows[i], top = highs[i] * (t % 2 ? 1u : 4u);
-            u32 low = mixed(w, top << 2, 0x0f0f0f0fu), high = mixed(w >> 2, top, 0x3f3f3f3fu);
-            // 1024 + q − 1056, and 1024 + 4 q − 1152.
-            out[i][0] = half_multiply(half_add(even_bytes(low, 0x003f003fu), 0xe420e420u), first);
-            out[i][1] = half_multiply(half_add(odd_bytes(low, 0x003f003fu), 0xe420e420u), first);
-            out[i][2] = half_multiply(half_add(even_bytes(high, 0x00fc00fcu), 0xe480e480u), second);
-            out[i][3] = half_multiply(half_add(odd_bytes(high, 0x00fc00fcu), 0xe480e480u), second);
-        }
-    }
-
-    DEVICE void multiply(float c[4], const u8 *low, const u8 *high, const u32 x[2][16], int) {
-        float sums[4] = {};
+            for (int r = 0; r < 4; r++) {
+                u32 a[4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 a[4][4], b[4][4];
-            numbers(low, half, a);
-            numbers(high, half, b);
+                for (int h = 0; h < 2; h++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+                    for (int i = 0; i < 2; i++) {
+                        u32 word = words[h][r % 2][i], top = words[h][2][i];
+                        top = r == 0 ? top << 4 : r == 1 ? top << 2 : r == 2 ? top : top >> 2;
+                        a[2 * i + h] = mixed(r < 2 ? word : word >> 4, top, 0x0f0f0f0fu) & 0x3f3f3f3fu;
+                    }
+                }
 #pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    u32 weights[4] = {a[i][2 * j], b[i][2 * j], a[i][2 * j + 1], b[i][2 * j + 1]};
-                    multiply_f16(sums, weights, x[j][8 * half + 2 * i], x[j][8 * half + 2 * i + 1]);
+                for (int half = 0; half < 2; half++) {
+#pragma unroll
+                    for (int s = 0; s < SETS; s++) {
+                        uint2 v = SpanX<SETS>::run(x, s, 4 * which + r);
+                        u32 mask = half == 0 ? first_half : ~first_half;
+                        int part[4];
+                        product_whole(part, a, v.x & mask, v.y & mask);
+#pragma unroll
+                        for (int k = 0; k < 4; k++) {
+                            u32 word = r < 2 ? scales[k / 2].x : scales[k / 2].y;
+                            whole[s][k] += part[k] * (int)(signed char)(word >> (8 * (r % 2 * 2 + half)));
+                        }
+                    }
                 }
             }
         }
-        float first = half_at(low, 208), second = half_at(high, 208);
+        u32 pairs[2][2];
 #pragma unroll
-        for (int i = 0; i < 4; i++) c[i] = fmaf(i < 2 ? first : second, sums[i], c[i]);
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) pairs[h][i] = halves_of(half_word(rows[h], 192 + 8 * i + 2 * t) ^ 0x8080u, 0xe480e480u);
+        }
+        add_halves(rest, pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1], SpanX<SETS>::sums(x, 16), SpanX<SETS>::sums(x, 24));
+        const u32 SMALL = 0x14001400u; // 1 / 1024
+        add_halves(rest, half_multiply(pairs[0][0], SMALL), half_multiply(pairs[1][0], SMALL), half_multiply(pairs[0][1], SMALL),
+                   half_multiply(pairs[1][1], SMALL), SpanX<SETS>::sums(x, 32), SpanX<SETS>::sums(x, 40));
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float factor = half_at(rows[h], 208);
+#pragma unroll
+            for (int s = 0; s < SETS; s++) {
+                // 32 is the middle of a weight.
+                float sum = fmaf(rest[2 * h + s], -32.0f * 1024.0f, joined(whole[s][2 * h], whole[s][2 * h + 1]));
+                c[2 * s + h] = fmaf(factor * sum, SpanX<SETS>::scale(x, s), c[2 * s + h]);
+            }
+        }
     }
 };
 
-template <> struct Span<Q8_0> : Neighbours {
+/// A factor for each run. Behind column `cols` there is anything.
+template <> struct Span<Q8_0> {
     static const bool EXISTS = true;
 
-    DEVICE void numbers(const u8 *row, int run, int cols, u32 out[16]) {
-        const u8 *block = row + run * Q8_0::BYTES;
-        u32 d = run * 32 < cols ? half_word(block, 0) * 0x10001u : 0;
-        u32 at = shared_address(block) + 2, before = shared_word(at & ~3u);
+    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int cols) {
+        const u8 *rows[2] = {low, high};
+        int t = threadIdx.x % 4;
+        u32 at[2] = {shared_address(low) + 2 + 8 * t, shared_address(high) + 2 + 8 * t};
+        float sums[SETS][2] = {};
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            u32 after = shared_word((at & ~3u) + 4 * i + 4), bytes = unaligned(at, before, after) ^ 0x80808080u;
-            before = after;
-            out[2 * i] = half_multiply(half_add(__byte_perm(bytes, 0x64646464u, 0x4240), 0xe480e480u), d);
-            out[2 * i + 1] = half_multiply(half_add(__byte_perm(bytes, 0x64646464u, 0x4341), 0xe480e480u), d);
-        }
-    }
-
-    DEVICE void multiply(float c[4], const u8 *low, const u8 *high, const u32 x[2][16], int cols) {
+        for (int r = 0; r < 8; r++) {
+            uint2 a = eight_at(at[0] + r * Q8_0::BYTES), b = eight_at(at[1] + r * Q8_0::BYTES);
+            u32 both[4] = {a.x, b.x, a.y, b.y};
+            bool inside = r * 32 < cols;
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            u32 a[16], b[16];
-            numbers(low, own(j), cols, a);
-            numbers(high, own(j), cols, b);
+            for (int s = 0; s < SETS; s++) {
+                int part[4];
+                uint2 v = SpanX<SETS>::run(x, s, r);
+                product_whole(part, both, v.x, v.y);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                u32 weights[4] = {a[2 * i], b[2 * i], a[2 * i + 1], b[2 * i + 1]};
-                multiply_f16(c, weights, x[j][2 * i], x[j][2 * i + 1]);
+                for (int h = 0; h < 2; h++) {
+                    float factor = inside ? half_at(rows[h] + r * Q8_0::BYTES, 0) : 0.0f;
+                    sums[s][h] = fmaf(factor, (float)(part[2 * h + 1] * 256 + part[2 * h]), sums[s][h]);
+                }
             }
+        }
+#pragma unroll
+        for (int s = 0; s < SETS; s++) {
+            float scale = SpanX<SETS>::scale(x, s);
+#pragma unroll
+            for (int h = 0; h < 2; h++) c[2 * s + h] = fmaf(sums[s][h], scale, c[2 * s + h]);
         }
     }
 };

@@ -7,7 +7,7 @@ use model::{AttentionWeights, GRID, Mixer, Spec};
 
 use crate::Cuda;
 use crate::dense::Heads;
-use crate::few::{Input, side_by_side};
+use crate::few::side_by_side;
 use crate::linear::Product;
 use crate::open::{Open, attention_columns};
 use crate::weights::Matrix;
@@ -65,12 +65,25 @@ struct Mix {
 struct Single {
     shape: Shape,
     projected: u64,
+    rotations: u64,
+    query_norm: u64,
+    key_norm: u64,
     pages: u64,
     positions: u64,
-    partial: u64,
+    sums: u64,
+    stats: u64,
     out: u64,
-    blocks: i32,
+    eps: f32,
+    dims: i32,
+    parts: i32,
+    eights: i32,
 }
+
+/// Positions of a step of `attn_single`, parts that it cuts a row's positions into at most, queries of a block, threads of a block.
+const STEP: usize = 32;
+const MOST_PARTS: usize = 128;
+const ABREAST: usize = 8;
+const SINGLE_THREADS: usize = 320;
 
 /// Heads of a block of `attn_prepare`.
 const PREPARE_WARPS: usize = 8;
@@ -110,26 +123,25 @@ impl Cuda {
         let weights = self.attention_weights(layer);
         let matrices = [weights.query, weights.gate, weights.key, weights.value];
         let (projected, stride) = (open.buffers.projected.at(), attention_columns(&self.model.spec));
-        let heads = self.heads(open, layer, &rows);
         if open.single {
             let input = self.few_input(open, layer, &rows);
-            self.few(&side_by_side(&matrices, projected), input, stride, false)?;
-        } else {
-            let x = self.mixer_input(open, layer, &rows)?;
-            if self.gemm_heads(&matrices, x, (projected, stride), &heads)? {
-                return Ok(());
-            }
-            self.gemm(&matrices, x, (projected, stride), Product::Store)?;
+            return self.few(&side_by_side(&matrices, projected), input, stride, false);
         }
+        let heads = self.heads(open, layer, &rows);
+        let x = self.mixer_input(open, layer, &rows)?;
+        if self.gemm_heads(&matrices, x, (projected, stride), &heads)? {
+            return Ok(());
+        }
+        self.gemm(&matrices, x, (projected, stride), Product::Store)?;
         self.prepare(layer, projected, rows.len(), &heads)
     }
 
-    /// What becomes of the projections of `rows` of a layer. Single rows' queries stay where they are.
+    /// What becomes of the projections of `rows` of a layer.
     fn heads(&self, open: &Open, layer: usize, rows: &Range<usize>) -> Heads {
         let (weights, spec) = (self.attention_weights(layer), &self.model.spec);
         let attention = &spec.attention;
         Heads {
-            queries: if open.single { 0 } else { open.buffers.mixed.at() },
+            queries: open.buffers.mixed.at(),
             norms: [weights.query_norm, weights.key_norm],
             rotations: open.buffers.rotations.at() + 4 * (rows.start * attention.rope_dims) as u64,
             pages: open.tables.row_pages + 8 * rows.start as u64,
@@ -198,40 +210,47 @@ impl Cuda {
         Ok(())
     }
 
+    /// Norms, rotation, the store of keys and values, and attention.
     fn attn_mix_single(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
-        let attention = self.model.spec.attention;
-        let blocks = open.blocks;
-        let bytes = partial_bytes(&self.model.spec, rows.len(), blocks);
+        let spec = &self.model.spec;
+        let (attention, count, parts) = (spec.attention, rows.len(), open.parts);
+        let sums = self.scratch.partial.take(&self.device, partial_bytes(spec, count, parts))?;
+        let heads = self.heads(open, layer, &rows);
+        let eights = (attention.heads / attention.kv_heads).div_ceil(ABREAST);
         let p = Single {
             shape: self.attention_shape(layer),
             projected: open.buffers.projected.at(),
-            pages: open.tables.row_pages + 8 * rows.start as u64,
-            positions: open.tables.positions + 4 * rows.start as u64,
-            partial: self.scratch.partial.take(&self.device, bytes)?,
+            rotations: heads.rotations,
+            query_norm: heads.norms[0],
+            key_norm: heads.norms[1],
+            pages: heads.pages,
+            positions: heads.positions,
+            sums,
+            stats: sums + 4 * (count * attention.heads * parts * attention.head_dim) as u64,
             out: open.buffers.mixed.at(),
-            blocks: blocks as i32,
+            eps: heads.eps,
+            dims: attention.rope_dims as i32,
+            parts: parts as i32,
+            eights: eights as i32,
         };
-        let grid = (blocks, attention.kv_heads, rows.len());
-        // Keys and values; eight queries, their weights and scores.
-        let shared = 2 * (2 * GRID + 8) * (attention.head_dim + 8) + 2 * 8 * (GRID + 8) + 4 * 2 * 8 * GRID;
-        self.device.launch(&self.kernels.attn_single, grid, attention.head_dim, shared, &p)?;
-        let grid = (attention.heads, rows.len(), 1);
+        let grid = (parts, attention.kv_heads * eights, count);
+        self.device.launch(&self.kernels.attn_single, grid, SINGLE_THREADS, 0, &p)?;
+        let grid = (attention.heads, count, 1);
         self.device.launch(&self.kernels.attn_join, grid, attention.head_dim, 0, &p)
     }
 
     pub(crate) fn attn_out_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
-        let x = Input::Numbers(open.buffers.mixed.at());
-        self.mixer_output(open, self.attention_weights(layer).out, rows, x)
+        self.mixer_output(open, self.attention_weights(layer).out, rows)
     }
 }
 
-/// Bytes of what `rows` single rows leave of every one of `blocks` blocks of keys, before they are joined.
-pub(crate) fn partial_bytes(spec: &Spec, rows: usize, blocks: usize) -> usize {
-    4 * rows * spec.attention.heads * blocks * (spec.attention.head_dim + 2)
+/// Bytes of what `rows` single rows leave of every one of `parts` parts of their positions, before they are joined.
+pub(crate) fn partial_bytes(spec: &Spec, rows: usize, parts: usize) -> usize {
+    4 * rows * spec.attention.heads * parts * (spec.attention.head_dim + 2)
 }
 
-/// Blocks of keys that are provided for in passes whose longest sequence has `blocks`: few different numbers, so that a
-/// recorded pass serves many positions.
-pub(crate) fn provided(blocks: usize) -> usize {
-    if blocks <= 64 { blocks.next_power_of_two().max(8) } else { blocks.next_multiple_of(64) }
+/// Parts that are provided for in passes whose longest sequence has `positions`: few different numbers, so that a recorded pass
+/// serves many positions.
+pub(crate) fn provided(positions: usize) -> usize {
+    positions.div_ceil(STEP).next_power_of_two().clamp(16, MOST_PARTS)
 }

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::DriverError;
 use model::state::{SequenceId, Snapshot, SnapshotShape};
 use model::{
-    Backend, Capabilities, Error, GRID, Intermediate, Matrix, Pass, PassId, Peaks, Result, SlotMemory, Stage,
-    Wave,
+    Backend, Capabilities, Error, Intermediate, Matrix, Pass, PassId, Peaks, Result, SlotMemory, Stage, Wave,
 };
 
 use crate::attention::provided;
@@ -187,7 +186,7 @@ impl Backend for Cuda {
             routed: 0,
             grouped: false,
             summed: false,
-            blocks: provided(longest / GRID + 1),
+            parts: provided(longest + 1),
             deferred: None,
             tables,
             buffers,
@@ -382,8 +381,8 @@ impl Cuda {
         }
         let (queries, keys, channels) = (attention.query_dim(), attention.kv_dim(), delta.channels());
         let found = match what {
-            // Computed together with the routed experts.
-            I::SharedOut | I::DeltaMixed if open.single => return Ok(None),
+            // Computed together with what comes next.
+            I::SharedOut | I::AttnQuery | I::AttnKey if open.single => return Ok(None),
             I::Embedded | I::DeltaHidden | I::AttnHidden | I::ExpertsHidden => {
                 of_pass(buffers.hidden.at(), spec.hidden)
             }
@@ -405,8 +404,7 @@ impl Cuda {
             I::DeltaZ => of_delta(channels, delta.value_dim()),
             I::DeltaBetaAlpha => of_delta(channels + delta.value_dim(), 2 * delta.value_heads),
             I::DeltaMixed => mixed(delta.value_dim()),
-            I::AttnQuery if open.single => of_attention(0, queries),
-            // Of rows among others only what products take is stored.
+            // Only what products take is stored.
             I::AttnQuery => self.read_half(buffers.mixed.at(), count, queries),
             I::AttnGate => of_attention(queries, queries),
             I::AttnKey => of_attention(2 * queries, keys),

@@ -99,8 +99,16 @@ struct Single {
     from: u64,
     to: u64,
     offset: i64,
+    norm: u64,
     out: u64,
+    eps: f32,
 }
+
+/// Threads of a block of `delta_single`.
+const SINGLE_THREADS: usize = 512;
+
+/// Rows that `delta_split` takes at most: more are work enough for all multiprocessors with a head in a block.
+const MOST_SPLIT: usize = 2;
 
 /// Some rows of one sequence, and the state they start from and leave.
 struct Stretch {
@@ -146,32 +154,17 @@ impl Cuda {
     }
 
     pub(crate) fn delta_out_rows(&mut self, open: &Open, layer: usize, rows: Range<usize>) -> Done {
-        let weights = self.delta_weights(layer);
-        let (delta, stride) = (&self.model.spec.delta, delta_columns(&self.model.spec));
-        let x = Input::Heads {
-            x: open.buffers.mixed.at(),
-            weight: weights.norm,
-            head: delta.head_dim,
-            gate: open.buffers.projected.at() + 4 * delta.channels() as u64,
-            stride,
-        };
-        self.mixer_output(open, weights.out, rows, x)
+        self.mixer_output(open, self.delta_weights(layer).out, rows)
     }
 
-    /// hidden += mixed · weightsᵀ; `single` is what passes of single rows multiply.
-    pub(crate) fn mixer_output(
-        &mut self,
-        open: &Open,
-        matrix: Matrix,
-        rows: Range<usize>,
-        single: Input,
-    ) -> Done {
+    /// hidden += mixed · weightsᵀ.
+    pub(crate) fn mixer_output(&mut self, open: &Open, matrix: Matrix, rows: Range<usize>) -> Done {
         let hidden = self.model.spec.hidden;
         let to = open.buffers.hidden.at() + 4 * (rows.start * hidden) as u64;
         let x = Rows { at: open.buffers.mixed.at(), count: rows.len() };
         if open.single {
             let output = Output { matrix, out: to, exact: false };
-            return self.few(&[output], (single, x.count), hidden, true);
+            return self.few(&[output], (Input::Numbers(x.at), x.count), hidden, true);
         }
         self.gemm(&[matrix], x, (to, hidden), Product::Add)
     }
@@ -303,10 +296,15 @@ impl Cuda {
             from: open.tables.from + 8 * rows.start as u64,
             to: open.tables.to + 8 * rows.start as u64,
             offset: offset as i64,
+            norm: weights.norm,
             out: open.buffers.mixed.at(),
+            eps: spec.rms_eps,
         };
-        let grid = (spec.delta.value_heads, spec.delta.head_dim / 32, rows.len());
-        self.device.launch(&self.kernels.delta_single, grid, 512, 0, &p)?;
+        let (heads, dim, count) = (spec.delta.value_heads, spec.delta.head_dim, rows.len());
+        // Which kernel decides on no bit.
+        let split = self.kernels.delta_split.as_ref().filter(|_| count <= MOST_SPLIT);
+        let (kernel, parts) = split.map_or((&self.kernels.delta_single, 1), |kernel| (kernel, dim / 32));
+        self.device.launch(kernel, (heads, parts, count), SINGLE_THREADS, 0, &p)?;
         for state in &open.state.runs[rows] {
             for &(_, slot) in &state.snapshots {
                 let at = |slot| self.state.slot(slot) + 4 * offset as u64;

@@ -4,7 +4,8 @@ use cudarc::driver::DriverError;
 use quant::Type;
 
 use crate::Cuda;
-use crate::sources::{few_window, has_spans, table_bytes};
+use crate::sources::{few_window, table_bytes};
+use crate::spans::Way;
 use crate::weights::{Experts, Matrix};
 
 type Done = Result<(), DriverError>;
@@ -21,10 +22,6 @@ const WARPS: usize = 16;
 /// Columns that experts are multiplied with at a time.
 pub(crate) const SPAN: usize = 256;
 
-/// Threads of a block of `few_head`, and stages it copies to at most.
-const HEAD_THREADS: usize = 256;
-const HEAD_STAGES: usize = 8;
-
 /// Columns that are in shared memory at a time.
 const SEGMENT: usize = 2048;
 
@@ -33,38 +30,35 @@ pub(crate) const SLACK: usize = 512;
 
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-struct FewMatrix {
+pub(crate) struct FewMatrix {
     at: u64,
     out: u64,
     rows: i32,
     ty: i32,
-    row_bytes: i32,
+    pub(crate) row_bytes: i32,
     segment_bytes: i32,
 }
 
-/// Parameters of `few_rows`, `many_tiles` and `few_head`.
+/// Parameters of `few_rows` and `many_tiles`.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-struct FewRows {
-    matrices: [FewMatrix; 4],
-    ends: [i32; 4],
-    plain: [FewMatrix; 2],
-    plain_rows: i32,
+pub(crate) struct FewRows {
+    pub(crate) matrices: [FewMatrix; 4],
+    pub(crate) ends: [i32; 4],
+    pub(crate) plain: [FewMatrix; 2],
+    pub(crate) plain_rows: i32,
     plain_blocks: i32,
-    x: u64,
-    numbers: u64,
-    index: u64,
-    norm: u64,
-    gate: u64,
-    normed: u64,
-    rounded: u64,
-    cols: i32,
+    pub(crate) x: u64,
+    pub(crate) numbers: u64,
+    pub(crate) index: u64,
+    pub(crate) norm: u64,
+    pub(crate) normed: u64,
+    pub(crate) rounded: u64,
+    pub(crate) cols: i32,
     count: i32,
-    out_stride: i32,
-    add: i32,
-    head: i32,
-    gate_stride: i32,
-    eps: f32,
+    pub(crate) out_stride: i32,
+    pub(crate) add: i32,
+    pub(crate) eps: f32,
     room_at: i32,
     table_at: i32,
     stages_at: i32,
@@ -104,8 +98,6 @@ pub(crate) enum Input {
     },
     /// bf16 rows, one after the other.
     Numbers(u64),
-    /// Norms of heads of f32 rows, gated by SiLU of rows that lie `stride` numbers apart.
-    Heads { x: u64, weight: u64, head: usize, gate: u64, stride: usize },
 }
 
 /// A matrix and the address of its results of the first row.
@@ -175,15 +167,16 @@ impl Cuda {
         add: bool,
     ) -> Done {
         // Which kernel depends on the matrices and what is multiplied alone, for it decides on the order of sums.
-        let is_head = match (outputs, input) {
-            ([output], Input::Norm { normed: 0, rounded: 0, .. }) => !add && has_spans(output.matrix.ty),
-            _ => false,
-        };
+        let way = Way::of(outputs, input, add);
         let mut first = 0;
         while first < count {
             let p = self.few_parameters(outputs, (input, first), stride, add);
             let left = count - first;
-            first += if is_head { self.head_launch(p, left)? } else { self.few_launch(p, left)? };
+            first += match way {
+                Way::Head => self.head_launch(p, left)?,
+                Way::Spans => self.spans_launch(p, left)?,
+                Way::Rows => self.few_launch(p, left)?,
+            };
         }
         Ok(())
     }
@@ -230,48 +223,8 @@ impl Cuda {
                 (p.norm, p.normed, p.rounded) = (weight, per_row(normed, 4), per_row(rounded, 2));
             }
             Input::Numbers(at) => p.numbers = per_row(at, 2),
-            Input::Heads { x, weight, head, gate, stride } => {
-                (p.x, p.norm, p.gate) = (per_row(x, 4), weight, gate + 4 * (first * stride) as u64);
-                (p.head, p.gate_stride) = (head as i32, stride as i32);
-            }
         }
         p
-    }
-
-    /// As [`Cuda::few_launch`], of one matrix of very many rows.
-    fn head_launch(&self, p: FewRows, left: usize) -> Result<usize, DriverError> {
-        let (cols, tiles, stage) = (p.cols as usize, p.ends[3] as usize, p.stage_bytes as usize);
-        let row = row_of_x(cols.next_multiple_of(SPAN));
-        let room = 2 * 4 * HEAD_THREADS / 32 * HEAD_THREADS;
-        let mut count = left.min(FEW);
-        loop {
-            let stages_at = count * row + room;
-            // Behind the last stage a decoder may read on.
-            let fits = |stages: usize, blocks: usize| {
-                blocks * (stages_at + stages * stage + SLACK + 1024) <= self.device.shared
-            };
-            let most = |blocks: usize| (1..=HEAD_STAGES).rev().find(|&stages| fits(stages, blocks));
-            let (stages, blocks) = match (most(2), most(1)) {
-                (Some(stages @ 2..), _) => (stages, 2),
-                (_, Some(stages)) => (stages, 1),
-                (_, None) => {
-                    assert!(count > 1, "a row of {cols} columns fits into shared memory");
-                    count /= 2;
-                    continue;
-                }
-            };
-            let p = FewRows {
-                count: count as i32,
-                room_at: (count * row) as i32,
-                stages_at: stages_at as i32,
-                stages: stages as i32,
-                ..p
-            };
-            let grid = (tiles.min(blocks * self.device.processors as usize), 1, 1);
-            let shared = stages_at + stages * stage + SLACK;
-            self.device.launch(&self.kernels.few_head, grid, HEAD_THREADS, shared, &p)?;
-            return Ok(count);
-        }
     }
 
     /// Launches the products of as many of `left` rows as fit into shared memory, and returns how many those are.

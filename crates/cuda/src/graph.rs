@@ -2,7 +2,7 @@
 //! stage is there, else one by one.
 //!
 //! A graph names memory and nothing that changes from token to token: tokens, positions, pages and slots are read from
-//! tables on the GPU. One serves all positions with the same number of provided key blocks. The kernels are those of
+//! tables on the GPU. One serves all positions with the same number of provided parts. The kernels are those of
 //! passes that are not put off, so bits are the same.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -27,11 +27,11 @@ pub(crate) struct Call {
     pub(crate) wave: Option<Wave>,
 }
 
-/// What graphs are told apart by: rows, provided key blocks, whether there are logits, and all memory they name.
+/// What graphs are told apart by: rows, provided parts of positions, whether there are logits, and all memory they name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Key {
     rows: usize,
-    blocks: usize,
+    parts: usize,
     logits: usize,
     memory: u64,
 }
@@ -148,6 +148,6 @@ impl Cuda {
         open.buffers.addresses().for_each(|at| at.hash(&mut hasher));
         self.scratch.addresses().for_each(|at| at.hash(&mut hasher));
         let (rows, logits, memory) = (open.pass.rows(), open.pass.logits.len(), hasher.finish());
-        Key { rows, blocks: open.blocks, logits, memory }
+        Key { rows, parts: open.parts, logits, memory }
     }
 }

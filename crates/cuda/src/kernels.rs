@@ -10,7 +10,7 @@ use crate::compile;
 use crate::dense::DenseKernels;
 use crate::driver::{Device, Function, Module, failed};
 use crate::error::Result;
-use crate::sources::{PAIR_TILES, PairTiles, Source, Target, mix_shared, pair_buffers};
+use crate::sources::{PAIR_TILES, PairTiles, Source, Target, mix_shared, pair_buffers, splits_heads};
 
 /// Kernels that touch weights of one type.
 pub(crate) struct WeightKernels {
@@ -53,6 +53,8 @@ pub(crate) struct Kernels {
     pub(crate) delta_scan: Function,
     pub(crate) delta_tail: Function,
     pub(crate) delta_single: Function,
+    /// Where clusters are.
+    pub(crate) delta_split: Option<Function>,
     pub(crate) attn_rotations: Function,
     pub(crate) attn_prepare: Function,
     pub(crate) attn_mix: Function,
@@ -62,7 +64,10 @@ pub(crate) struct Kernels {
     pub(crate) attn_join: Function,
     pub(crate) few_rows: Function,
     pub(crate) many_tiles: Function,
+    pub(crate) few_spans: Function,
+    pub(crate) more_spans: Function,
     pub(crate) few_head: Function,
+    pub(crate) more_head: Function,
     pub(crate) experts_up: Function,
     pub(crate) experts_down: Function,
     /// Types by the numbers the kernels of few rows know them by.
@@ -147,6 +152,9 @@ impl Kernels {
             delta_scan: find(&delta, "delta_scan")?,
             delta_tail: find(&delta, "delta_tail")?,
             delta_single: early(&delta, "delta_single")?,
+            delta_split: splits_heads(target, model.spec.delta.head_dim)
+                .then(|| early(&delta, "delta_split"))
+                .transpose()?,
             attn_rotations: find(&attention, "attn_rotations")?,
             attn_prepare: early(&attention, "attn_prepare")?,
             attn_mix: find(&attention, "attn_mix")?,
@@ -157,7 +165,10 @@ impl Kernels {
             attn_join: early(&attention, "attn_join")?,
             few_rows: early(&few, "few_rows")?,
             many_tiles: early(&few, "many_tiles")?,
+            few_spans: early(&few, "few_spans")?,
+            more_spans: early(&few, "more_spans")?,
             few_head: early(&few, "few_head")?,
+            more_head: early(&few, "more_head")?,
             experts_up: early(&few, "experts_up")?,
             experts_down: early(&few, "experts_down")?,
             few_types,

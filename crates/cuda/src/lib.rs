@@ -39,6 +39,7 @@ mod place;
 mod plan;
 mod slots;
 mod sources;
+mod spans;
 mod state;
 mod transfer;
 mod uploads;
@@ -166,7 +167,7 @@ impl Cuda {
         let capabilities = Capabilities {
             name: "cuda",
             variant: format!("{} {}", target.arch, device.name),
-            kernel_version: 5,
+            kernel_version: 6,
             block_rows: BLOCK_ROWS,
             smallest_chunk: 2,
         };

@@ -29,8 +29,8 @@ pub(crate) struct Open {
     pub(crate) grouped: bool,
     /// Whether a wave of the layer at hand has been summed, in a pass of single rows.
     pub(crate) summed: bool,
-    /// Key blocks provided for in a pass of single rows.
-    pub(crate) blocks: usize,
+    /// Parts of a row's positions provided for in a pass of single rows.
+    pub(crate) parts: usize,
     /// Calls that were put off; `None` if they are not.
     pub(crate) deferred: Option<Vec<Call>>,
     pub(crate) tables: Tables,
@@ -83,8 +83,7 @@ pub(crate) struct Buffers {
     pub(crate) rotations: Room,
     /// Projections of a block: [block rows, columns] f32.
     pub(crate) projected: Room,
-    /// Output of a mixer before its output projection: [block rows, columns], bf16; of a DeltaNet layer in a pass of single
-    /// rows f32, not normed.
+    /// Output of a mixer before its output projection: [block rows, columns], bf16.
     pub(crate) mixed: Room,
     /// Of single rows: logits of the router, gate and up of the shared expert, its share.
     pub(crate) gates: Room,
@@ -158,7 +157,7 @@ pub(crate) fn bytes(spec: &Spec, limits: &Limits) -> usize {
     let decoded = crate::grouped::decoded_bytes(spec).max(2 * spec.hidden * spec.vocab.max(columns));
     // Of tokens that are written, as many together as kernels take, each at the end of the longest sequence.
     let (single, longest) = (rows.min(FEW), limits.positions.min(spec.context.max(GRID)));
-    let partial = partial_bytes(spec, single, provided(longest.div_ceil(GRID)));
+    let partial = partial_bytes(spec, single, provided(longest));
     rows * per_row + block * per_block_row + decoded + partial + 4 * single * spec.hidden
 }
 
@@ -295,24 +294,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn attention_of_single_rows_is_counted_up_to_the_last_position() {
+    fn attention_of_single_rows_is_counted_up_to_the_most_parts() {
         let mut spec = TinyModel::new(TinyOptions::default()).model.spec.clone();
         spec.context = 1 << 18;
         let spec = &spec;
         let of = |pass_rows, positions| bytes(spec, &Limits { pass_rows, positions, kv: KvType::F16 });
-        // A sum of values, a largest score and a sum of weights: f32, of each row, head and block of 64 keys.
-        let block = 4 * spec.attention.heads * (spec.attention.head_dim + 2);
-        // A token at the last position looks at every block.
-        for positions in [512, 4096, 4097, 131_072] {
+        // A sum of values, a largest score and a sum of weights: f32, of each row, head and part: 32 positions, or as many more as make
+        // 128 parts.
+        let part = 4 * spec.attention.heads * (spec.attention.head_dim + 2);
+        for (positions, parts) in [(1, 16), (512, 16), (513, 32), (2049, 128), (4096, 128), (131_072, 128)] {
             for (rows, together) in [(1, 1), (8, 8), (2048, 8)] {
                 let more = of(rows, positions) - of(rows, 64);
-                assert!(
-                    more >= together * (positions.div_ceil(64) - 8) * block,
-                    "{rows} rows, {positions} positions"
-                );
+                assert_eq!(more, together * (parts - 16) * part, "{rows} rows, {positions} positions");
             }
         }
-        assert!(of(8, 64) >= of(8, 1) && of(8, 1) >= 8 * 8 * block, "at least eight blocks are provided for");
+        assert!(of(8, 1) >= 8 * 16 * part, "at least sixteen parts are provided for");
         assert_eq!(of(8, 1 << 18), of(8, 1 << 20), "no sequence is longer than the model's context");
     }
 }

@@ -22,6 +22,7 @@ const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
 const FEW_EXPERTS: &str = include_str!("../kernels/few_experts.cu");
 const SPANS: &str = include_str!("../kernels/spans.cuh");
+const FEW_SPANS: &str = include_str!("../kernels/few_spans.cu");
 const FEW_HEAD: &str = include_str!("../kernels/few_head.cu");
 const WHOLE: &str = include_str!("../kernels/whole.cuh");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
@@ -29,6 +30,7 @@ const ROWS: &str = include_str!("../kernels/rows.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
 const CELLS: &str = include_str!("../kernels/cells.cu");
 const ATTENTION: &str = include_str!("../kernels/attention.cu");
+const ATTN_SINGLE: &str = include_str!("../kernels/attn_single.cu");
 const MIX: &str = include_str!("../kernels/mix.cu");
 const PEAKS: &str = include_str!("../kernels/peaks.cu");
 const FETCH: &str = include_str!("../kernels/fetch.cu");
@@ -221,6 +223,11 @@ pub(crate) fn scan_stages(target: &Target, dim: usize) -> usize {
     if scan_shared(dim, 2) <= target.shared { 2 } else { 1 }
 }
 
+/// Whether blocks of single rows can have parts of a head of the delta rule, and work together as a cluster.
+pub(crate) fn splits_heads(target: &Target, dim: usize) -> bool {
+    target.arch == "sm_90a" && matches!(dim, 64 | 128)
+}
+
 /// Bytes of shared memory of attention by pairs of heads of `dim`: the queries of 64 rows of both, five tiles of 64 keys or
 /// values. `None` for other heads, and for GPUs that cannot hand registers from one warp to another or lack the shared memory.
 pub(crate) fn mix_shared(target: &Target, dim: usize) -> Option<usize> {
@@ -303,8 +310,8 @@ impl Source {
     pub fn few(target: &Target, types: &[Type]) -> Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
         let tables = codebooks(types);
-        let shared = [COMMON, &tables, TYPES, RUNS, WHOLE, ROUTE, &PIPELINE, FEW_ROWS, FEW, FEW_EXPERTS];
-        let parts = [&shared[..], &[SPANS, FEW_HEAD]].concat();
+        let shared = [COMMON, &tables, TYPES, RUNS, WHOLE, ROUTE, &PIPELINE, FEW_ROWS, FEW, SPANS];
+        let parts = [&shared[..], &[FEW_SPANS, FEW_HEAD, FEW_EXPERTS]].concat();
         let name = format!("few {}", names.join(" "));
         let defines = [
             format!("TYPES={}", names.join(",")),
@@ -340,6 +347,7 @@ impl Source {
             format!("DIM={dim}"),
             format!("L2_EPS={:e}f", DeltaSpec::L2_EPS),
             format!("DELTA_STAGES={}", scan_stages(target, dim)),
+            format!("DELTA_CLUSTERS={}", i32::from(splits_heads(target, dim))),
         ];
         Source::new(target, "delta".to_string(), &[COMMON, DELTA, CELLS], &defines)
     }
@@ -348,7 +356,7 @@ impl Source {
     pub fn attention(target: &Target, dim: usize, kv: KvType) -> Source {
         let single = i32::from(kv == KvType::F32);
         let defines = [format!("DIM={dim}"), format!("KV_F32={single}")];
-        let (mut parts, products) = (vec![COMMON, ATTENTION], wgmma::of_attention());
+        let (mut parts, products) = (vec![COMMON, ATTENTION, ATTN_SINGLE], wgmma::of_attention());
         if mix_shared(target, dim).is_some() {
             parts.extend([&PIPELINE, &products[..], MIX]);
         }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use crate::{cache, pipeline};
+use crate::{cache, pipeline, rows};
 
 use engine::parity::{Parity, Side, parity};
 use engine::{Cancel, Engine, Request};
@@ -28,7 +28,7 @@ const NORMED: f64 = 0.3;
 const OTHER_EXPERTS: f64 = 0.5;
 
 /// Relative RMS allowed between a prompt read at once and token by token, near ties included.
-const OTHER_KERNELS: f64 = 0.1;
+pub(crate) const OTHER_KERNELS: f64 = 0.1;
 
 /// Runs every check, or those whose names begin with one of `only`.
 pub fn run(model: &Path, only: &[&str]) -> ExitCode {
@@ -83,6 +83,7 @@ pub fn run(model: &Path, only: &[&str]) -> ExitCode {
         let model = open(model);
         bits(&model, &prompt(&model, 1500))
     });
+    rows::checks(&mut check);
     cache::checks(model, &mut check);
     pipeline::checks(model, &mut check);
     if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -10,6 +10,7 @@ mod cache;
 mod check;
 mod measure;
 mod pipeline;
+mod rows;
 
 use std::process::ExitCode;
 

@@ -1,0 +1,105 @@
+//! Single rows of several sequences: the bits of each alone, and what a prompt comes to that ends with its token.
+
+use std::sync::Arc;
+
+use model::{Backend, Driver, KvType, MappedExperts, Model, Pass, Quiet, SequenceId};
+use redlite_cuda::Cuda;
+use testkit::{Random, TinyModel, TinyOptions};
+
+use crate::check::{OTHER_KERNELS, cuda, limits};
+
+/// Tokens before the rows: ends and beginnings of steps, of blocks and of pages of keys; more than one step in a part.
+const BEFORE: [usize; 8] = [1, 31, 32, 63, 255, 256, 1000, 4200];
+
+/// Rows of each sequence, one after the other.
+const STEPS: usize = 3;
+
+/// Runs `check` for heads of all sizes, and those of the family's files.
+pub fn checks(check: &mut dyn FnMut(&str, &dyn Fn() -> String)) {
+    let shapes = [(32, 32), (64, 64), (96, 64), (128, 128), (128, 256)];
+    for (delta, attention) in shapes {
+        for kv in [KvType::F16, KvType::F32] {
+            let options = TinyOptions {
+                hidden: 2 * delta,
+                width: 2 * delta,
+                head: delta,
+                attention_head: Some(attention),
+                layers: 4,
+                ..TinyOptions::default()
+            };
+            check(&format!("rows, heads of {delta} and {attention}, {kv:?}"), &|| rows(options, kv));
+        }
+    }
+}
+
+fn rows(options: TinyOptions, kv: KvType) -> String {
+    let tiny = TinyModel::new(options);
+    let positions: usize = BEFORE.iter().map(|len| (len + STEPS).next_multiple_of(256)).sum();
+    let mut rows = Rows {
+        model: tiny.model.clone(),
+        cuda: cuda(&tiny.model, limits(2 * positions, kv)),
+        experts: MappedExperts::new(&tiny.model),
+    };
+    let tokens = |i: usize| Random::new(i as u64, "prompt").tokens(BEFORE[i] + STEPS, TinyOptions::VOCAB);
+    let all: Vec<Vec<u32>> = (0..BEFORE.len()).map(tokens).collect();
+    let (mut worst, mut alone, mut together) = (0.0f64, Vec::new(), Vec::new());
+    let mut ids = Vec::new();
+    for (tokens, before) in all.iter().zip(BEFORE) {
+        let id = rows.cuda.create();
+        rows.pass(&[(id, &tokens[..before])]);
+        ids.push(rows.cuda.fork(id).expect("a fork"));
+        alone.push(
+            (before..before + STEPS).map(|at| rows.pass(&[(id, &tokens[at..=at])]).remove(0)).collect(),
+        );
+        rows.cuda.free(id);
+        let whole = rows.cuda.create();
+        let expected = rows.pass(&[(whole, &tokens[..])]).remove(0);
+        rows.cuda.free(whole);
+        let found: &Vec<Vec<f32>> = &alone[alone.len() - 1];
+        worst = worst.max(relative(&found[STEPS - 1], &expected));
+    }
+    for step in 0..STEPS {
+        let next = ids.iter().zip(&all).zip(BEFORE);
+        let runs: Vec<(SequenceId, &[u32])> =
+            next.map(|((&id, tokens), before)| (id, &tokens[before + step..=before + step])).collect();
+        together.push(rows.pass(&runs));
+    }
+    for (i, alone) in alone.iter().enumerate() {
+        for (step, alone) in alone.iter().enumerate() {
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+            assert!(bits(alone) == bits(&together[step][i]), "row {step} behind {} tokens", BEFORE[i]);
+        }
+    }
+    assert!(worst < OTHER_KERNELS, "off by {worst:.1e}");
+    format!("{} rows, alone and together; {worst:.1e} from prompts", BEFORE.len() * STEPS)
+}
+
+/// How far two rows are apart, relative RMS.
+fn relative(found: &[f32], expected: &[f32]) -> f64 {
+    let squares = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>();
+    let apart = squares(&mut found.iter().zip(expected).map(|(x, y)| x - y));
+    (apart / squares(&mut expected.iter().copied())).sqrt()
+}
+
+struct Rows {
+    model: Arc<Model>,
+    cuda: Cuda,
+    experts: MappedExperts,
+}
+
+impl Rows {
+    /// Logits of each run's last token.
+    fn pass(&mut self, runs: &[(SequenceId, &[u32])]) -> Vec<Vec<f32>> {
+        let mut pass = Pass::new();
+        for &(id, tokens) in runs {
+            let start = self.cuda.position(id).expect("a sequence");
+            let rows = pass.push(id, start, tokens);
+            pass.logits.push(rows.end - 1);
+        }
+        let mut driver = Driver::begin(&mut self.cuda, &self.model.spec, &pass).expect("begin");
+        driver.finish(&mut self.cuda, &mut self.experts, &mut Quiet).expect("every stage");
+        let logits = self.cuda.logits(driver.pass()).expect("logits");
+        self.cuda.commit(driver.pass()).expect("commit");
+        (0..runs.len()).map(|row| logits.row(row).to_vec()).collect()
+    }
+}
