@@ -166,8 +166,8 @@ DEVICE void produce(const Pairs &p, const Tile &tile, int first, u8 *shared, Rin
         const u16 *step = p.x + k + chunk * 8;
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
-            u32 from = S::AHEAD ? own_places[i] : places[row + i * APART];
-            if (i * APART < left) copy_16(to + i * APART * 128, step + from, true);
+            if (i * APART >= left) break;
+            copy_16(to + i * APART * 128, step + (S::AHEAD ? own_places[i] : places[row + i * APART]), true);
         }
         barrier_arrive_copied(x.full + 8 * x.slot);
         Ring::advance(x, S::X_STAGES);
