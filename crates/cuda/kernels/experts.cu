@@ -306,6 +306,8 @@ template <class S, bool GATED> DEVICE void experts(const Pairs &p) {
             barrier_init(at + 8 * (i < S::X_STAGES ? S::X_STAGES : S::SPANS), Z::CONSUMERS / 32);
         }
     }
+    previous();
+    next();
     __syncthreads();
     Ring x = Ring::at(barriers, S::X_STAGES), spans = Ring::at(barriers + 16 * S::X_STAGES, S::SPANS);
     int columns = (p.n + OUTPUTS - 1) / OUTPUTS, count = *p.count * columns, step = gridDim.x;

@@ -126,6 +126,8 @@ KERNEL void group_pairs(Group p) {
     __shared__ int sums[32], held[1024];
     int t = threadIdx.x, first = blockIdx.x * 1024 * SORTED + t;
     held[t] = 0;
+    previous();
+    next();
     int start = sum_before(t < p.experts ? p.counts[t] : 0, sums);
     u32 ids[SORTED];
     int ranks[SORTED];
@@ -168,6 +170,8 @@ struct Tiles {
 KERNEL void group_tiles(Tiles p) {
     __shared__ int sums[32], starts[1024];
     int t = threadIdx.x;
+    previous();
+    next();
     if (blockIdx.x > 0) {
         int i = (blockIdx.x - 1) * 1024 + t;
         if (i >= p.fours) return;
@@ -213,6 +217,8 @@ struct Sum {
 /// Grid: (rows, columns / 8 / threads).
 KERNEL void sum_pairs(Sum p) {
     const int AT_ONCE = 5;
+    previous();
+    next();
     int n = (blockIdx.y * blockDim.x + threadIdx.x) * 8, lane = threadIdx.x % 32;
     long row = blockIdx.x, first = row * p.used;
     // Lane i knows where the pair of the i-th expert is; nowhere if it is of another wave.

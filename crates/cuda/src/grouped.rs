@@ -197,7 +197,10 @@ impl Cuda {
         let (spec, device) = (self.model.clone(), self.device.clone());
         let (spec, pairs) = (&spec.spec, open.pass.rows() * self.model.spec.moe.used);
         let at = self.scratch.list.take(&device, 4 * 1024)?;
-        device.upload(list, at)?;
+        if self.scratch.listed != list {
+            device.upload(list, at)?;
+            self.scratch.listed = list.to_vec();
+        }
         let most = pairs / tile_rows + spec.moe.experts + 1;
         let count = self.scratch.tiles.take(&device, 16 * (most + 1))?;
         let fours = shuffled.map_or(0, |_| open.pass.rows() * spec.hidden / 8);

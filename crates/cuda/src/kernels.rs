@@ -113,7 +113,7 @@ impl Kernels {
             let module = next();
             let find = |name: &'static str, tiles: PairTiles| {
                 let (_, shared) = pair_buffers(target, ty, tiles).expect("it has a source");
-                Ok::<_, crate::Error>((module.function(name).map_err(failed(name))?, shared))
+                Ok::<_, crate::Error>((module.early(name).map_err(failed(name))?, shared))
             };
             let kernels = |gated, down, tiles| {
                 let ((gated, shared), (down, _)) = (find(gated, tiles)?, find(down, tiles)?);
@@ -134,9 +134,9 @@ impl Kernels {
             gemm_experts_down: find(&gemm, "gemm_experts_down")?,
             rms_norm: early(&rows, "rms_norm")?,
             route: find(&rows, "route")?,
-            group_pairs: find(&rows, "group_pairs")?,
-            group_tiles: find(&rows, "group_tiles")?,
-            sum_pairs: find(&rows, "sum_pairs")?,
+            group_pairs: early(&rows, "group_pairs")?,
+            group_tiles: early(&rows, "group_tiles")?,
+            sum_pairs: early(&rows, "sum_pairs")?,
             delta_convolve: find(&delta, "delta_convolve")?,
             delta_window: find(&delta, "delta_window")?,
             delta_prepare: find(&delta, "delta_prepare")?,

@@ -107,7 +107,9 @@ pub(crate) struct Scratch {
     pub(crate) inner: Room,
     /// Outputs of pairs.
     pub(crate) pairs: Room,
+    /// Experts of a product, and which they are.
     pub(crate) list: Room,
+    pub(crate) listed: Vec<u32>,
     pub(crate) tiles: Room,
     /// Addresses of the matrices of a wave's experts: [3, experts] u64.
     pub(crate) places: Room,
