@@ -124,22 +124,27 @@ template <bool GATED> DEVICE u32 x_row(const Pairs &p, const Tile &tile, int i) 
 }
 
 /// Copies all that a tile needs. `odd`: whether an odd number of tiles came before; `own`: `x_row` of this thread's pair, here
-/// and, looked up meanwhile, in the tile `after`.
+/// and, looked up meanwhile, in the tile `after`. What fills a tile up is left as it was: nothing that is stored depends on it.
 template <class S, bool GATED>
 DEVICE void produce(const Pairs &p, const Tile &tile, int first, u8 *shared, Ring &x, Ring &spans, int odd, u32 &own, const Tile &after) {
     typedef Sizes<S> Z;
-    const int AT_ONCE = S::PRODUCERS / 2, PARTS = Z::ROWS / AT_ONCE;
-    int thread = threadIdx.x - Z::CONSUMERS, count = multiplied(tile.rows);
+    const int AT_ONCE = S::PRODUCERS / 2, PARTS = Z::ROWS / AT_ONCE, APART = S::PRODUCERS / 16, ROUNDS = S::TOKENS / APART;
+    int thread = threadIdx.x - Z::CONSUMERS, row = thread / 16, chunk = thread % 16;
     u32 *places = (u32 *)(shared + Z::PLACES_AT) + odd * S::TOKENS;
-    if (thread < count) places[thread] = thread < tile.rows ? (GATED ? own / p.used : own) * p.k : 0xffffffffu;
+    if (thread < tile.rows) places[thread] = (GATED ? own / p.used : own) * p.k;
     const u8 *rows[PARTS];
 #pragma unroll
     for (int i = 0; i < PARTS; i++) rows[i] = row_at<GATED>(p, tile, first, thread / 2 + i * AT_ONCE);
     asm volatile("bar.sync 1, %0;" ::"n"(S::PRODUCERS) : "memory");
-    int row = thread / 16, chunk = thread % 16;
+    u32 own_places[ROUNDS]; // where this thread's rows of x begin; where there are not the registers, they are read each time
+    if (S::AHEAD) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) own_places[i] = places[row + i * APART];
+    }
     u32 base = shared_address(shared);
     u32 to_x = base + chunk / 8 * Z::HALF + row * 128 + (chunk % 8 ^ row % 8) * 16;
     u32 to_span = base + Z::SPANS_AT + thread / 2 * WINDOW;
+    int left = tile.rows - row;
     for (int k = 0; k < p.k; k += STEP) {
         if (k % SPAN == 0) {
             barrier_wait(spans.empty + 8 * spans.slot, spans.parity ^ 1);
@@ -158,11 +163,11 @@ DEVICE void produce(const Pairs &p, const Tile &tile, int first, u8 *shared, Rin
         }
         barrier_wait(x.empty + 8 * x.slot, x.parity ^ 1);
         u32 to = to_x + x.slot * Z::X_BYTES;
-#pragma unroll 4
-        for (int i = 0; i + row < count; i += S::PRODUCERS / 16) {
-            u32 at = places[row + i];
-            bool valid = at != 0xffffffffu;
-            copy_16(to + i * 128, p.x + (valid ? at : 0) + k + chunk * 8, valid);
+        const u16 *step = p.x + k + chunk * 8;
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) {
+            if (i * APART >= left) break;
+            copy_16(to + i * APART * 128, step + (S::AHEAD ? own_places[i] : places[row + i * APART]), true);
         }
         barrier_arrive_copied(x.full + 8 * x.slot);
         Ring::advance(x, S::X_STAGES);
@@ -177,6 +182,14 @@ template <int TOKENS> DEVICE void look_up_weights(const Pairs &p, const Tile &ti
     for (int i = 0; i < (TOKENS + 31) / 32; i++) weights[i] = __ldg(p.weights + tile.first + min(i * 32 + lane, tile.rows - 1));
 }
 
+/// SiLU in as few instructions as there can be, for powers too small or too large for f32 are 0 or infinite.
+DEVICE float short_silu(float x) {
+    float power, share;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.0f + power));
+    return x * share;
+}
+
 /// Weight · SiLU(gate) · up, two neighbouring outputs of a pair to a lane.
 template <int TOKENS> DEVICE void store_inner(const Pairs &p, const Tile &tile, int n, const float c[TOKENS / 2], const float *weights) {
     int lane = threadIdx.x % 32, odd = lane / 4 % 2;
@@ -185,8 +198,8 @@ template <int TOKENS> DEVICE void store_inner(const Pairs &p, const Tile &tile, 
     long down = (long)8 * p.n;
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j++) {
-        if (8 * j >= tile.rows) break;
-        float x = silu(c[4 * j]) * c[4 * j + 2], y = silu(c[4 * j + 1]) * c[4 * j + 3];
+        if (j % 4 == 0 && 8 * j >= tile.rows) break; // so seldom that the work of four goes on side by side
+        float x = short_silu(c[4 * j]) * c[4 * j + 2], y = short_silu(c[4 * j + 1]) * c[4 * j + 3];
         float other = __shfl_xor_sync(~0u, odd ? x : y, 4), weight = __shfl_sync(~0u, weights[j / 4], j % 4 * 8 + lane % 4 * 2 + odd);
         u32 both = odd ? bf16_pair(other * weight, y * weight) : bf16_pair(x * weight, other * weight);
         if (8 * j < left) *(u32 *)to = both;
@@ -203,7 +216,7 @@ template <int TOKENS> DEVICE void store_pairs(const Pairs &p, const Tile &tile, 
     long down = (long)8 * p.n;
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j++) {
-        if (8 * j >= tile.rows) break;
+        if (j % 4 == 0 && 8 * j >= tile.rows) break;
         if (8 * j < left) *(u32 *)to = bf16_pair(c[4 * j], c[4 * j + 2]);
         if (8 * j + 1 < left) *(u32 *)beside = bf16_pair(c[4 * j + 1], c[4 * j + 3]);
         to += down, beside += down;
@@ -250,8 +263,6 @@ template <class S, bool GATED> DEVICE void consume(const Pairs &p, const Tile &t
         warp_arrives(x.empty + 8 * x.slot);
         Ring::advance(x, S::X_STAGES);
     };
-    float weights[(S::TOKENS + 31) / 32];
-    if (GATED) look_up_weights<S::TOKENS>(p, tile, weights);
     u32 a[2][16];
     decode(0, a);
     if (S::AHEAD) {
@@ -266,15 +277,17 @@ template <class S, bool GATED> DEVICE void consume(const Pairs &p, const Tile &t
             decode(k + 2 * STEP, a);
             finish();
         }
-        finish();
     } else {
         for (int k = STEP;; k += STEP) {
             multiply(a);
-            finish();
             if (k >= p.k) break;
+            finish();
             decode(k, a);
         }
     }
+    float weights[(S::TOKENS + 31) / 32];
+    if (GATED) look_up_weights<S::TOKENS>(p, tile, weights);
+    finish();
     if (GATED) store_inner<S::TOKENS>(p, tile, first + warp * 8, c, weights);
     else store_pairs<S::TOKENS>(p, tile, first + warp * 16, c);
 }
@@ -293,6 +306,8 @@ template <class S, bool GATED> DEVICE void experts(const Pairs &p) {
             barrier_init(at + 8 * (i < S::X_STAGES ? S::X_STAGES : S::SPANS), Z::CONSUMERS / 32);
         }
     }
+    previous();
+    next();
     __syncthreads();
     Ring x = Ring::at(barriers, S::X_STAGES), spans = Ring::at(barriers + 16 * S::X_STAGES, S::SPANS);
     int columns = (p.n + OUTPUTS - 1) / OUTPUTS, count = *p.count * columns, step = gridDim.x;

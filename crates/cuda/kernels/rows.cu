@@ -88,10 +88,28 @@ KERNEL void route(Route p) {
     if (p.counts && threadIdx.x % 32 < p.used) atomicAdd(p.counts + ids[threadIdx.x % 32], 1);
 }
 
+/// The sum of `own` over the threads before this one of a block of 1024, all of which call it; `sums`: 32 numbers of shared memory.
+DEVICE int sum_before(int own, int *sums) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    auto up_to = [&](int x) {
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            int before = __shfl_up_sync(~0u, x, step);
+            if (lane >= step) x += before;
+        }
+        return x;
+    };
+    int all = up_to(own);
+    if (lane == 31) sums[warp] = all;
+    __syncthreads();
+    if (warp == 0) sums[lane] = up_to(sums[lane]);
+    __syncthreads();
+    return all - own + (warp > 0 ? sums[warp - 1] : 0);
+}
+
 struct Group {
-    const int *counts; // [experts]
-    int *starts;       // [experts]: where an expert's pairs begin
-    int *next;         // [experts]: the same, counted up while pairs are sorted
+    const int *counts; // [experts], at most 1024
+    int *taken;        // [experts]: how many of an expert's places have been given to pairs; 0 before
     const u32 *ids;    // [pairs]
     u32 *sorted;       // [pairs]: pairs by ascending expert
     u32 *places;       // [pairs]: where a pair has come to be
@@ -100,26 +118,35 @@ struct Group {
     int experts, pairs;
 };
 
-/// Starts of the experts' pairs: sums of the counts before. One block of 1024 threads.
-KERNEL void group_starts(Group p) {
-    __shared__ int sums[1024];
-    int t = threadIdx.x, own = t < p.experts ? p.counts[t] : 0;
-    sums[t] = own;
-    for (int step = 1; step < 1024; step *= 2) {
-        __syncthreads();
-        int before = t >= step ? sums[t - step] : 0;
-        __syncthreads();
-        sums[t] += before;
-    }
-    if (t < p.experts) p.starts[t] = p.next[t] = sums[t] - own;
-}
+const int SORTED = 4; // pairs of a thread
 
-/// Sorts pairs by expert; the order of an expert's pairs does not matter, for each has its own row of results.
+/// Sorts pairs by expert; the order of an expert's pairs does not matter, for each has its own row of results. Pairs of a block are
+/// counted in shared memory, so that blocks do not wait for one another at the counters. Blocks of 1024 threads.
 KERNEL void group_pairs(Group p) {
-    int pair = blockIdx.x * blockDim.x + threadIdx.x;
-    if (pair >= p.pairs) return;
-    int place = atomicAdd(p.next + p.ids[pair], 1);
-    p.sorted[place] = pair, p.places[pair] = place, p.weights[place] = p.from[pair];
+    __shared__ int sums[32], held[1024];
+    int t = threadIdx.x, first = blockIdx.x * 1024 * SORTED + t;
+    held[t] = 0;
+    previous();
+    next();
+    int start = sum_before(t < p.experts ? p.counts[t] : 0, sums);
+    u32 ids[SORTED];
+    int ranks[SORTED];
+#pragma unroll
+    for (int i = 0; i < SORTED; i++) {
+        int pair = first + i * 1024;
+        if (pair < p.pairs) ids[i] = p.ids[pair], ranks[i] = atomicAdd(held + ids[i], 1);
+    }
+    __syncthreads();
+    int own = held[t];
+    held[t] = start + (own > 0 ? atomicAdd(p.taken + t, own) : 0);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < SORTED; i++) {
+        int pair = first + i * 1024;
+        if (pair >= p.pairs) break;
+        int place = held[ids[i]] + ranks[i];
+        p.sorted[place] = pair, p.places[pair] = place, p.weights[place] = p.from[pair];
+    }
 }
 
 struct Tile {
@@ -127,51 +154,48 @@ struct Tile {
 };
 
 struct Tiles {
-    const int *counts, *starts; // [experts]
-    const u32 *list;            // experts of this product
+    const int *counts; // [experts]
+    const u32 *list;   // experts of this product
     Tile *tiles;
     int *count;
-    int listed, tile_rows;
+    int experts, listed, tile_rows;
+    // Rows of whole 128 numbers, as pairs of bf16, to be shuffled; `fours`: of pairs, may be 0.
+    const u32 *from;
+    uint4 *to;
+    int fours;
 };
 
-/// Tiles of the pairs of listed experts, each expert's about alike in rows. One block of 1024 threads.
+/// The first block: tiles of the pairs of listed experts, each expert's about alike in rows. The others: numbers of rows in the order in
+/// which `experts.cu` multiplies them, four pairs of numbers to a thread. Blocks of 1024 threads.
 KERNEL void group_tiles(Tiles p) {
-    __shared__ int sums[1024];
-    int t = threadIdx.x, pairs = t < p.listed ? p.counts[p.list[t]] : 0;
-    int own = (pairs + p.tile_rows - 1) / p.tile_rows;
-    sums[t] = own;
-    for (int step = 1; step < 1024; step *= 2) {
-        __syncthreads();
-        int before = t >= step ? sums[t - step] : 0;
-        __syncthreads();
-        sums[t] += before;
+    __shared__ int sums[32], starts[1024];
+    int t = threadIdx.x;
+    previous();
+    next();
+    if (blockIdx.x > 0) {
+        int i = (blockIdx.x - 1) * 1024 + t;
+        if (i >= p.fours) return;
+        // Four pairs of the same step and half, of four runs.
+        const u32 *from = p.from + (long)(i / 16) * 64 + i % 16;
+        p.to[i] = make_uint4(from[0], from[16], from[32], from[48]);
+        return;
     }
-    if (t == 1023) *p.count = sums[t];
+    starts[t] = sum_before(t < p.experts ? p.counts[t] : 0, sums);
+    __syncthreads();
+    u32 expert = t < p.listed ? p.list[t] : 0;
+    int pairs = t < p.listed ? p.counts[expert] : 0, own = (pairs + p.tile_rows - 1) / p.tile_rows;
+    int at = sum_before(own, sums);
+    if (t == 1023) *p.count = at + own;
     // Whole groups of 16, as they are multiplied.
     int each = own > 0 ? ((pairs + own - 1) / own + 15) / 16 * 16 : 0;
     for (int i = 0; i < own; i++) {
         Tile tile;
-        tile.first = p.starts[p.list[t]] + i * each;
+        tile.first = starts[expert] + i * each;
         tile.rows = min(each, pairs - i * each);
         tile.matrix = t;
-        tile.expert = p.list[t];
-        p.tiles[sums[t] - own + i] = tile;
+        tile.expert = expert;
+        p.tiles[at + i] = tile;
     }
-}
-
-struct Shuffle {
-    const u32 *from; // rows of whole 128 numbers, as pairs of bf16
-    uint4 *to;
-    int fours;       // of pairs
-};
-
-/// Numbers of rows in the order in which `experts.cu` multiplies them. Grid: four pairs of numbers to a thread.
-KERNEL void shuffle_rows(Shuffle p) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= p.fours) return;
-    // Four pairs of the same step and half, of four runs.
-    const u32 *from = p.from + (long)(i / 16) * 64 + i % 16;
-    p.to[i] = make_uint4(from[0], from[16], from[32], from[48]);
 }
 
 struct Mask {
@@ -193,6 +217,8 @@ struct Sum {
 /// Grid: (rows, columns / 8 / threads).
 KERNEL void sum_pairs(Sum p) {
     const int AT_ONCE = 5;
+    previous();
+    next();
     int n = (blockIdx.y * blockDim.x + threadIdx.x) * 8, lane = threadIdx.x % 32;
     long row = blockIdx.x, first = row * p.used;
     // Lane i knows where the pair of the i-th expert is; nowhere if it is of another wave.

@@ -16,8 +16,7 @@ use crate::weights::{Experts, Triplet};
 #[repr(C)]
 struct Group {
     counts: u64,
-    starts: u64,
-    next: u64,
+    taken: u64,
     ids: u64,
     sorted: u64,
     places: u64,
@@ -31,12 +30,15 @@ struct Group {
 #[repr(C)]
 struct Tiles {
     counts: u64,
-    starts: u64,
     list: u64,
     tiles: u64,
     count: u64,
+    experts: i32,
     listed: i32,
     tile_rows: i32,
+    from: u64,
+    to: u64,
+    fours: i32,
 }
 
 #[derive(Clone, Copy)]
@@ -49,14 +51,6 @@ struct DecodeExperts {
     to_stride: i64,
     groups: i64,
     list: u64,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Shuffle {
-    from: u64,
-    to: u64,
-    fours: i32,
 }
 
 /// Parameters of the products of pairs with blocks of experts.
@@ -91,6 +85,9 @@ struct Sum {
     used: i32,
     last: i32,
 }
+
+/// Pairs that a block of `group_pairs` sorts.
+const SORTED: usize = 4 * 1024;
 
 /// Rows of a tile of the products of experts that are decoded before.
 const TILE_ROWS: usize = 256;
@@ -162,12 +159,11 @@ impl Cuda {
             return Ok(());
         }
         let experts = self.model.spec.moe.experts;
-        let ([counts, starts, next], [sorted, places, weights]) =
-            (counts(open, experts), sorted(open, pairs));
+        let [sorted, places, weights] = sorted(open, pairs);
+        let counts = open.buffers.counts.at();
         let p = Group {
             counts,
-            starts,
-            next,
+            taken: counts + 4 * experts as u64,
             ids: open.buffers.ids.at(),
             sorted,
             places,
@@ -176,8 +172,7 @@ impl Cuda {
             experts: experts as i32,
             pairs: pairs as i32,
         };
-        self.device.launch(&self.kernels.group_starts, (1, 1, 1), 1024, 0, &p)?;
-        self.device.launch(&self.kernels.group_pairs, (pairs.div_ceil(256), 1, 1), 256, 0, &p)?;
+        self.device.launch(&self.kernels.group_pairs, (pairs.div_ceil(SORTED), 1, 1), 1024, 0, &p)?;
         open.grouped = true;
         Ok(())
     }
@@ -190,25 +185,38 @@ impl Cuda {
         if whole && gate.ty == up.ty { Some([of(gate.ty)?, of(down.ty)?]) } else { None }
     }
 
-    /// Lists experts and the tiles of their pairs on the GPU.
-    fn list_tiles(&mut self, open: &Open, list: &[u32], tile_rows: usize) -> Result<Tiles, DriverError> {
+    /// Lists experts and the tiles of their pairs on the GPU; where `shuffled` says, rows of x in the order in which products with
+    /// blocks take them.
+    fn list_tiles(
+        &mut self,
+        open: &Open,
+        list: &[u32],
+        tile_rows: usize,
+        shuffled: Option<u64>,
+    ) -> Result<Tiles, DriverError> {
         let (spec, device) = (self.model.clone(), self.device.clone());
         let (spec, pairs) = (&spec.spec, open.pass.rows() * self.model.spec.moe.used);
         let at = self.scratch.list.take(&device, 4 * 1024)?;
-        device.upload(list, at)?;
+        if self.scratch.listed != list {
+            device.upload(list, at)?;
+            self.scratch.listed = list.to_vec();
+        }
         let most = pairs / tile_rows + spec.moe.experts + 1;
         let count = self.scratch.tiles.take(&device, 16 * (most + 1))?;
-        let [counts, starts, _] = counts(open, spec.moe.experts);
+        let fours = shuffled.map_or(0, |_| open.pass.rows() * spec.hidden / 8);
         let tiles = Tiles {
-            counts,
-            starts,
+            counts: open.buffers.counts.at(),
             list: at,
             tiles: count + 16,
             count,
+            experts: spec.moe.experts as i32,
             listed: list.len() as i32,
             tile_rows: tile_rows as i32,
+            from: open.buffers.rounded.at(),
+            to: shuffled.unwrap_or(0),
+            fours: fours as i32,
         };
-        device.launch(&self.kernels.group_tiles, (1, 1, 1), 1024, 0, &tiles)?;
+        device.launch(&self.kernels.group_tiles, (1 + fours.div_ceil(1024), 1, 1), 1024, 0, &tiles)?;
         Ok(tiles)
     }
 
@@ -220,14 +228,11 @@ impl Cuda {
         [gated_by, down_by]: [ExpertKernels; 2],
         list: &[u32],
     ) -> Done {
-        let (device, buffers, rows) = (self.device.clone(), &open.buffers, open.pass.rows());
+        let (device, rows) = (self.device.clone(), open.pass.rows());
         let (hidden, width) = (gate.cols, gate.rows);
         let [pairs, _, weights] = sorted(open, rows * self.model.spec.moe.used);
-        let tiles = self.list_tiles(open, list, gated_by.tiles.pairs)?;
         let x = self.scratch.shuffled.take(&device, 2 * rows * hidden)?;
-        let fours = rows * hidden / 8;
-        let shuffle = Shuffle { from: buffers.rounded.at(), to: x, fours: fours as i32 };
-        device.launch(&self.kernels.shuffle_rows, (fours.div_ceil(256), 1, 1), 256, 0, &shuffle)?;
+        let tiles = self.list_tiles(open, list, gated_by.tiles.pairs, Some(x))?;
         let into = Pairs {
             x,
             out: self.scratch.inner.at(),
@@ -259,7 +264,7 @@ impl Cuda {
     /// Outputs of the pairs of some experts: gate and up, then down, decoded before they are multiplied.
     fn experts_decoded(&mut self, open: &Open, [gate, up, down]: Triplet, list: &[u32]) -> Done {
         let (used, hidden, width) = (self.model.spec.moe.used, self.model.spec.hidden, gate.rows);
-        let tiles = self.list_tiles(open, list, TILE_ROWS)?;
+        let tiles = self.list_tiles(open, list, TILE_ROWS, None)?;
         let buffers = &open.buffers;
         let grouped = |p: Gemm| Gemm {
             pairs: buffers.sorted.at(),
@@ -304,11 +309,6 @@ impl Cuda {
         }
         Ok((room, stride as i64))
     }
-}
-
-/// Addresses of the pairs of each expert, where they begin, and the same counted up.
-fn counts(open: &Open, experts: usize) -> [u64; 3] {
-    [0, 1, 2].map(|i| open.buffers.counts.at() + 4 * (i * experts) as u64)
 }
 
 /// Addresses of the pass's pairs by ascending expert, of the place of each in that order, and of their weights in it.

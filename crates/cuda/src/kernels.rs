@@ -42,10 +42,8 @@ pub(crate) struct Kernels {
     pub(crate) gemm_experts_down: Function,
     pub(crate) rms_norm: Function,
     pub(crate) route: Function,
-    pub(crate) group_starts: Function,
     pub(crate) group_pairs: Function,
     pub(crate) group_tiles: Function,
-    pub(crate) shuffle_rows: Function,
     pub(crate) sum_pairs: Function,
     pub(crate) delta_convolve: Function,
     pub(crate) delta_window: Function,
@@ -120,7 +118,7 @@ impl Kernels {
             let module = next();
             let find = |name: &'static str, tiles: PairTiles| {
                 let (_, shared) = pair_buffers(target, ty, tiles).expect("it has a source");
-                Ok::<_, crate::Error>((module.function(name).map_err(failed(name))?, shared))
+                Ok::<_, crate::Error>((module.early(name).map_err(failed(name))?, shared))
             };
             let kernels = |gated, down, tiles| {
                 let ((gated, shared), (down, _)) = (find(gated, tiles)?, find(down, tiles)?);
@@ -141,11 +139,9 @@ impl Kernels {
             gemm_experts_down: find(&gemm, "gemm_experts_down")?,
             rms_norm: early(&rows, "rms_norm")?,
             route: find(&rows, "route")?,
-            group_starts: find(&rows, "group_starts")?,
-            group_pairs: find(&rows, "group_pairs")?,
-            group_tiles: find(&rows, "group_tiles")?,
-            shuffle_rows: find(&rows, "shuffle_rows")?,
-            sum_pairs: find(&rows, "sum_pairs")?,
+            group_pairs: early(&rows, "group_pairs")?,
+            group_tiles: early(&rows, "group_tiles")?,
+            sum_pairs: early(&rows, "sum_pairs")?,
             delta_convolve: find(&delta, "delta_convolve")?,
             delta_window: find(&delta, "delta_window")?,
             delta_prepare: find(&delta, "delta_prepare")?,

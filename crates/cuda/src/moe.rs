@@ -55,7 +55,7 @@ impl Cuda {
         }
         let (buffers, offset) = (&open.buffers, rows.start as u64);
         if rows.start == 0 {
-            device.zero(buffers.counts.at(), 4 * spec.moe.experts)?;
+            device.zero(buffers.counts.at(), 8 * spec.moe.experts)?;
         }
         let at = offset * spec.hidden as u64;
         let split = self.scratch.split.take(&device, 4 * count * spec.hidden)?;

@@ -75,7 +75,7 @@ pub(crate) struct Buffers {
     pub(crate) order: Room,
     /// How much of the shared expert a row gets: [rows].
     pub(crate) share: Room,
-    /// Pairs of each expert, where they begin, and the same counted up: [3, experts] i32.
+    /// Pairs of each expert, and to how many of them a place has been given: [2, experts] i32.
     pub(crate) counts: Room,
     /// Pairs by expert, the place of each, their weights in that order: [3, rows · used] u32, u32, f32.
     pub(crate) sorted: Room,
@@ -106,7 +106,9 @@ pub(crate) struct Scratch {
     pub(crate) inner: Room,
     /// Outputs of pairs.
     pub(crate) pairs: Room,
+    /// Experts of a product, and which they are.
     pub(crate) list: Room,
+    pub(crate) listed: Vec<u32>,
     pub(crate) tiles: Room,
     /// Addresses of the matrices of a wave's experts: [3, experts] u64.
     pub(crate) places: Room,
@@ -229,7 +231,7 @@ impl Buffers {
             (&mut self.order, 4 * used),
             (&mut self.sorted, 12 * used),
             (&mut self.share, 4 * rows),
-            (&mut self.counts, 12 * spec.moe.experts),
+            (&mut self.counts, 8 * spec.moe.experts),
             (&mut self.rotations, 4 * rows * spec.attention.rope_dims),
             (&mut self.projected, 4 * block * columns),
             (&mut self.mixed, 4 * block * mixed),
