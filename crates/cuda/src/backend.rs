@@ -53,7 +53,10 @@ impl Cuda {
     pub(crate) fn enqueue(&mut self, open: &mut Open, call: &Call) -> std::result::Result<(), DriverError> {
         let Call { layer, rows, wave, .. } = call.clone();
         match call.stage {
-            Stage::Embed => self.embed_rows(open, rows),
+            Stage::Embed => {
+                self.embed_rows(open, rows)?;
+                self.foresee(open, 0)
+            }
             Stage::DeltaProject => self.delta_project_rows(open, layer, rows),
             Stage::DeltaMix => self.delta_mix_rows(open, layer, rows),
             Stage::DeltaOut => self.delta_out_rows(open, layer, rows),
@@ -63,7 +66,10 @@ impl Cuda {
             Stage::Route => self.route_rows(open, layer, rows),
             Stage::Shared => self.shared_rows(open, layer, rows),
             Stage::Experts => self.expert_rows(open, layer, &wave.expect("experts come with a wave")),
-            Stage::Head => self.head_rows(open),
+            Stage::Head => {
+                self.head_rows(open)?;
+                self.settled(open)
+            }
         }
     }
 

@@ -110,6 +110,18 @@ impl Device {
         shared: usize,
         parameters: &P,
     ) -> std::result::Result<(), DriverError> {
+        self.launch_on(self.stream, function, grid, (block, shared), parameters)
+    }
+
+    /// The same on another stream; `block`: its threads, and bytes of shared memory.
+    pub(crate) fn launch_on<P: Copy>(
+        &self,
+        stream: sys::CUstream,
+        function: &Function,
+        grid: (usize, usize, usize),
+        (block, shared): (usize, usize),
+        parameters: &P,
+    ) -> std::result::Result<(), DriverError> {
         if grid.0 == 0 || grid.1 == 0 || grid.2 == 0 {
             return Ok(());
         }
@@ -128,7 +140,7 @@ impl Device {
             blockDimY: 1,
             blockDimZ: 1,
             sharedMemBytes: shared as u32,
-            hStream: self.stream,
+            hStream: stream,
             attrs: &mut early,
             numAttrs: u32::from(function.early && self.capability.0 >= 9),
         };
@@ -268,6 +280,43 @@ impl Drop for Device {
         unsafe {
             let _ = result::stream::destroy(self.stream);
             let _ = result::primary_ctx::release(self.ordinal);
+        }
+    }
+}
+
+/// A queue beside the one that computes.
+pub(crate) struct Queue {
+    pub(crate) stream: sys::CUstream,
+    device: Arc<Device>,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Queue {}
+
+impl Queue {
+    pub(crate) fn new(device: &Arc<Device>) -> std::result::Result<Queue, DriverError> {
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
+        Ok(Queue { stream, device: device.clone() })
+    }
+
+    /// What is enqueued here from now on waits for what is enqueued on another.
+    pub(crate) fn follow(&self, other: sys::CUstream) -> std::result::Result<(), DriverError> {
+        Event::record_on(other)?.hold(self.stream)
+    }
+
+    /// What is enqueued on another from now on waits for what is enqueued here.
+    pub(crate) fn before(&self, other: sys::CUstream) -> std::result::Result<(), DriverError> {
+        Event::record_on(self.stream)?.hold(other)
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        let _ = self.device.bind();
+        // SAFETY: the stream is ours; what is enqueued is waited for, as it uses memory that is freed next.
+        unsafe {
+            let _ = result::stream::synchronize(self.stream);
+            let _ = result::stream::destroy(self.stream);
         }
     }
 }
@@ -426,7 +475,17 @@ impl Module {
 
     /// The same kernel, begun early where the GPU can do that and the kernel was compiled to wait.
     pub(crate) fn early(&self, name: &str) -> std::result::Result<Function, DriverError> {
-        Ok(Function { early: self.native, ..self.function(name)? })
+        Ok(Function { early: self.native, ..self.beside(name)? })
+    }
+
+    /// A kernel whose blocks run beside those of others: a multiprocessor changes what it has of shared memory only when it is
+    /// empty, so all of them get the most.
+    pub(crate) fn beside(&self, name: &str) -> std::result::Result<Function, DriverError> {
+        let found = self.function(name)?;
+        let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        // SAFETY: just found.
+        unsafe { result::function::set_function_attribute(found.function, attribute, 100) }?;
+        Ok(found)
     }
 }
 

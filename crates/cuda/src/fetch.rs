@@ -7,11 +7,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::DriverError;
 use model::{ExpertSource, ExpertTensor, LayerCall, MappedExperts, Matrix, Model, Wave};
+use quant::Type;
 
-use crate::driver::{Buffer, Device, Function, Module, Pinned, failed};
+use crate::driver::{Buffer, Device, Function, Module, Pinned, Queue, failed};
 use crate::error::Result;
-use crate::open::Open;
+use crate::linear::Decode;
+use crate::moe::{Done, Gates};
+use crate::open::{LAYERED, Open};
 use crate::sources::{Source, Target};
+use crate::weights::Matrix as Weights;
 use crate::{Cuda, kernels};
 
 /// A matrix of a layer's experts in pinned memory, as the kernels see it.
@@ -23,26 +27,85 @@ struct Home {
     bytes: i64,
 }
 
-/// Parameters of both kernels.
+/// What all kernels know of slots.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Book {
     homes: u64,
     places: u64,
     slot_of: u64,
+    worth: u64,
     owner: u64,
-    stamp: u64,
-    now: u64,
+    since: u64,
+    free: u64,
+    state: u64,
     sums: u64,
     slots: u64,
     slot_bytes: i64,
     parts: [i64; 3],
-    list: u64,
-    counts: u64,
+    layers: i32,
     experts: i32,
     count: i32,
-    layer: i32,
+    used: i32,
 }
+
+/// The numbers a book begins with.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct State {
+    token: i32,
+    free: i32,
+    fetched: i32,
+    arrived: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Look {
+    router: u64,
+    norm: u64,
+    hidden: u64,
+    logits: u64,
+    rows: i32,
+    cols: i32,
+    experts: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Missing {
+    book: Book,
+    logits: u64,
+    stride: i64,
+    rows: i32,
+    layer: i32,
+    most: i32,
+    unused: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Settle {
+    book: Book,
+    logits: u64,
+    layer_stride: i64,
+    row_stride: i64,
+    rows: i32,
+    spare: i32,
+}
+
+/// Rows whose choice is foreseen, at most.
+const ROWS: usize = LAYERED;
+
+/// Threads of the kernels beside those of a token, which leave them little room; blocks of those that copy: enough for the link.
+const THREADS: usize = 64;
+const BLOCKS: usize = 32;
+
+/// Experts of a layer that are copied for one row because its choice is foreseen.
+const MOST: usize = 2;
+
+/// Slots that are empty when a pass begins, beside as many as twice what came during the one before.
+const SPARE: i32 = 16;
 
 /// All experts of a model in pinned memory.
 pub struct PinnedExperts {
@@ -117,14 +180,30 @@ impl PinnedExperts {
     }
 }
 
+/// Kernels, of what they are for.
+struct FetchKernels {
+    look: Function,
+    /// Of what was chosen, in the row of a token's kernels, and of what is foreseen, beside them.
+    missing: Function,
+    foreseen: Function,
+    settle: Function,
+}
+
 /// Slots that the GPU manages, and the books of them in its memory.
 pub(crate) struct Fetch {
     book: Book,
-    choose: Function,
-    copy: Function,
+    kernels: FetchKernels,
+    /// Where each layer's router is, f32.
+    routers: Vec<u64>,
+    /// Logits of the choices that are foreseen: [layers, ROWS, experts].
+    logits: Buffer,
+    /// Queues beside the one that computes: for choices, and for copies.
+    look: Queue,
+    carry: Queue,
     /// What the book names.
     tables: Arc<Buffer>,
     _slots: Buffer,
+    _decoded: Vec<Buffer>,
     home: Arc<PinnedExperts>,
     _module: Module,
 }
@@ -141,7 +220,13 @@ pub(crate) struct Sums {
 const ALIGN: i64 = 64;
 
 impl Fetch {
-    fn new(device: &Arc<Device>, target: &Target, home: Arc<PinnedExperts>, bytes: u64) -> Result<Fetch> {
+    fn new(
+        device: &Arc<Device>,
+        target: &Target,
+        home: Arc<PinnedExperts>,
+        bytes: u64,
+        (routers, decoded): (Vec<u64>, Vec<Buffer>),
+    ) -> Result<Fetch> {
         let model = home.model.clone();
         let (layers, experts) = (model.experts.len(), model.spec.moe.experts);
         let homes: Vec<Home> = (model.experts.iter())
@@ -156,27 +241,38 @@ impl Fetch {
         let count = ((bytes as i64 / slot_bytes.max(1)) as usize).min(layers * experts);
         let modules = kernels::load(device, &[Source::fetch(target)])?;
         let module = modules.into_iter().next().expect("one source");
-        let find = |name: &'static str| module.function(name).map_err(failed(name));
-        let (choose, copy) = (find("fetch_choose")?, find("fetch_copy")?);
+        let kernels = || {
+            let (look, settle) = (module.beside("fetch_look")?, module.function("fetch_settle")?);
+            Ok(FetchKernels {
+                look,
+                missing: module.early("fetch_missing")?,
+                foreseen: module.beside("fetch_missing")?,
+                settle,
+            })
+        };
+        let kernels = kernels().map_err(failed("fetch"))?;
         let places: Vec<u64> = (homes.iter())
             .flat_map(|home| (0..experts as i64).map(move |e| (home.at as i64 + e * home.stride) as u64))
             .collect();
+        let state = State { token: 0, free: count as i32, fetched: 0, arrived: 0 };
         let parts = [
             size_of_val(&homes[..]),
             size_of_val(&places[..]),
             4 * layers * experts,
+            4 * layers * experts,
             4 * count,
             4 * count,
-            8,
+            4 * count,
+            size_of_val(&state),
             16,
-            4 * (1 + experts),
         ]
         .map(|bytes| bytes.next_multiple_of(16));
         let fail = || failed("making room for experts");
         let tables = device.allocate(parts.iter().sum()).map_err(fail())?;
         let slots = device.allocate(count * slot_bytes as usize).map_err(fail())?;
+        let logits = device.allocate(4 * layers * ROWS * experts).map_err(fail())?;
         let mut at = tables.at;
-        let [homes_at, places_at, slot_of, owner, stamp, now, sums, list] = parts.map(|bytes| {
+        let [homes_at, places_at, slot_of, worth, owner, since, free, state_at, sums] = parts.map(|bytes| {
             at += bytes as u64;
             at - bytes as u64
         });
@@ -185,7 +281,10 @@ impl Fetch {
             device.upload(&homes, homes_at)?;
             device.upload(&places, places_at)?;
             device.upload(&vec![-1i32; layers * experts], slot_of)?;
+            device.upload(&vec![-1e30f32; layers * experts], worth)?;
             device.upload(&vec![-1i32; count], owner)?;
+            device.upload(&(0..count as i32).rev().collect::<Vec<_>>(), free)?;
+            device.upload(&[state], state_at)?;
             device.wait()
         };
         fill().map_err(fail())?;
@@ -193,20 +292,34 @@ impl Fetch {
             homes: homes_at,
             places: places_at,
             slot_of,
+            worth,
             owner,
-            stamp,
-            now,
+            since,
+            free,
+            state: state_at,
             sums,
             slots: slots.at,
             slot_bytes,
             parts: [0, sizes[0], sizes[0] + sizes[1]],
-            list,
-            counts: 0,
+            layers: layers as i32,
             experts: experts as i32,
             count: count as i32,
-            layer: 0,
+            used: model.spec.moe.used as i32,
         };
-        Ok(Fetch { book, choose, copy, tables: Arc::new(tables), _slots: slots, home, _module: module })
+        let queue = || Queue::new(device).map_err(failed("making a stream"));
+        Ok(Fetch {
+            book,
+            kernels,
+            routers,
+            logits,
+            look: queue()?,
+            carry: queue()?,
+            tables: Arc::new(tables),
+            _slots: slots,
+            _decoded: decoded,
+            home,
+            _module: module,
+        })
     }
 
     /// Where the table of a layer's places is: [3, experts] u64.
@@ -214,9 +327,32 @@ impl Fetch {
         self.book.places + (8 * 3 * layer * self.book.experts as usize) as u64
     }
 
-    /// Slots there are.
-    fn count(&self) -> usize {
-        self.book.count as usize
+    /// Where the logits are that are foreseen for a layer.
+    fn foreseen(&self, layer: usize) -> u64 {
+        self.logits.at + (4 * layer * ROWS * self.book.experts as usize) as u64
+    }
+
+    /// What fetches the choice of a pass by such logits.
+    fn missing(&self, open: &Open, layer: usize, (logits, stride): (u64, usize)) -> Missing {
+        Missing {
+            book: self.book,
+            logits,
+            stride: stride as i64,
+            rows: open.pass.rows() as i32,
+            layer: layer as i32,
+            most: i32::MAX,
+            unused: 0,
+        }
+    }
+
+    /// Bytes of shared memory of that.
+    fn lists(&self, open: &Open) -> usize {
+        4 * open.pass.rows() * (32 + self.book.used as usize)
+    }
+
+    /// Rows that find what they choose in slots, most of it.
+    fn rows(&self) -> usize {
+        (self.book.count / (self.book.layers * self.book.used).max(1)) as usize
     }
 }
 
@@ -237,10 +373,28 @@ impl Cuda {
     /// If the memory is not there.
     pub fn fetch_from(&mut self, home: Arc<PinnedExperts>, bytes: u64) -> Result<usize> {
         self.device.bind().map_err(failed("making room for experts"))?;
-        let fetch = Fetch::new(&self.device, &self.target, home, bytes)?;
-        let rows = fetch.count() / (self.model.experts.len() * self.model.spec.moe.used).max(1);
+        let routers = self.plain_routers().map_err(failed("making room for experts"))?;
+        let fetch = Fetch::new(&self.device, &self.target, home, bytes, routers)?;
+        let rows = fetch.rows();
         self.fetch = Some(fetch);
         Ok(rows)
+    }
+
+    /// Every layer's router as f32, and the memory of those that had to be decoded.
+    fn plain_routers(&self) -> std::result::Result<(Vec<u64>, Vec<Buffer>), DriverError> {
+        let mut decoded = Vec::new();
+        let routers = self.weights.dense.layers.iter().map(|layer| {
+            let Weights { ty, rows, cols, at } = layer.moe.router;
+            if ty == Type::F32 {
+                return Ok(at);
+            }
+            let to = self.device.allocate(4 * rows * cols)?;
+            let p = Decode::new(std::iter::once((at, rows * cols)), to.at);
+            self.device.launch(&self.kernels.of(ty).decode_f32, (p.blocks(), 1, 1), 256, 0, &p)?;
+            decoded.push(to);
+            Ok(decoded[decoded.len() - 1].at)
+        });
+        Ok((routers.collect::<std::result::Result<_, _>>()?, decoded))
     }
 
     /// All experts in pinned memory, if they are there.
@@ -254,15 +408,80 @@ impl Cuda {
         Some(Sums { device: self.device.clone(), at: fetch.book.sums, _tables: fetch.tables.clone() })
     }
 
-    /// Fetches what the pass has chosen in `layer`.
-    pub(crate) fn fetch(&self, open: &Open, layer: usize) -> std::result::Result<(), DriverError> {
-        let fetch = self.fetch.as_ref().expect("there is one");
-        if open.single {
-            self.chosen_single(open)?;
-        }
-        let p = Book { counts: open.buffers.counts.at(), layer: layer as i32, ..fetch.book };
-        self.device.launch(&fetch.choose, (1, 1, 1), 1024, 0, &p)?;
-        self.device.launch(&fetch.copy, (2 * self.device.processors as usize, 1, 1), 256, 0, &p)
+    /// Whether experts are fetched for a pass.
+    fn fetches(&self, open: &Open) -> Option<&Fetch> {
+        let fetch = self.fetch.as_ref()?;
+        (open.single && open.pass.rows() <= ROWS).then_some(fetch)
+    }
+
+    /// Asks what rows will probably choose in `layer`, by what they are now.
+    pub(crate) fn foresee(&self, open: &Open, layer: usize) -> Done {
+        let Some(fetch) = self.fetches(open).filter(|_| layer < self.model.spec.layers.len()) else {
+            return Ok(());
+        };
+        let (device, experts) = (&self.device, self.model.spec.moe.experts);
+        let look = Look {
+            router: fetch.routers[layer],
+            norm: self.weights.dense.layers[layer].moe.norm,
+            hidden: open.buffers.hidden.at(),
+            logits: fetch.foreseen(layer),
+            rows: open.pass.rows() as i32,
+            cols: self.model.spec.hidden as i32,
+            experts: experts as i32,
+        };
+        let blocks = experts.div_ceil(THREADS / 32).min(device.processors as usize);
+        fetch.look.follow(device.stream)?;
+        device.launch_on(fetch.look.stream, &fetch.kernels.look, (blocks, 1, 1), (THREADS, 0), &look)?;
+        if layer == 0 { self.fetch_foreseen(open, 0) } else { Ok(()) }
+    }
+
+    /// Fetches what was foreseen for `layer`, beside what is enqueued from now on.
+    fn fetch_foreseen(&self, open: &Open, layer: usize) -> Done {
+        let Some(fetch) = self.fetches(open).filter(|_| layer < self.model.spec.layers.len()) else {
+            return Ok(());
+        };
+        let p = Missing {
+            most: (MOST + open.pass.rows() - 1) as i32,
+            ..fetch.missing(open, layer, (fetch.foreseen(layer), self.model.spec.moe.experts))
+        };
+        fetch.carry.follow(fetch.look.stream)?;
+        let (kernel, lists) = (&fetch.kernels.foreseen, fetch.lists(open));
+        self.device.launch_on(fetch.carry.stream, kernel, (BLOCKS, 1, 1), (THREADS, lists), &p)
+    }
+
+    /// Fetches what the pass has chosen in `layer`, and begins with what the next one will.
+    pub(crate) fn fetch_chosen(&self, open: &Open, layer: usize) -> Done {
+        let Some(fetch) = self.fetches(open) else { return Ok(()) };
+        let stride = Gates::of(&self.model.spec, self.model.spec.moe.shared_width).stride;
+        let p = fetch.missing(open, layer, (open.buffers.gates.at(), stride));
+        fetch.carry.before(self.device.stream)?;
+        let (kernel, lists) = (&fetch.kernels.missing, fetch.lists(open));
+        self.device.launch(kernel, (BLOCKS, 1, 1), THREADS, lists, &p)?;
+        fetch.carry.follow(self.device.stream)?;
+        self.fetch_foreseen(open, layer + 1)
+    }
+
+    /// Behind the last layer of a pass: makes room for what the next one will choose, perhaps beside the head.
+    pub(crate) fn settle_fetched(&self, open: &Open) -> Done {
+        let Some(fetch) = self.fetches(open) else { return Ok(()) };
+        let (rows, spec) = (open.pass.rows(), &self.model.spec);
+        let stride = Gates::of(spec, spec.moe.shared_width).stride;
+        let p = Settle {
+            book: fetch.book,
+            logits: open.buffers.gates.first(),
+            layer_stride: (rows * stride) as i64,
+            row_stride: stride as i64,
+            rows: rows as i32,
+            spare: SPARE,
+        };
+        fetch.carry.follow(self.device.stream)?;
+        self.device.launch_on(fetch.carry.stream, &fetch.kernels.settle, (1, 1, 1), (1024, 0), &p)?;
+        if open.pass.logits.is_empty() { self.settled(open) } else { Ok(()) }
+    }
+
+    /// What is enqueued from now on waits for all that has to do with fetching.
+    pub(crate) fn settled(&self, open: &Open) -> Done {
+        self.fetches(open).map_or(Ok(()), |fetch| fetch.carry.before(self.device.stream))
     }
 }
 

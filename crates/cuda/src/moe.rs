@@ -51,6 +51,7 @@ impl Cuda {
         open.routed = rows.end;
         (open.grouped, open.summed) = (false, false);
         if open.single {
+            self.foresee(open, layer + 1)?;
             return self.route_single(open, layer);
         }
         let (buffers, offset) = (&open.buffers, rows.start as u64);
@@ -98,7 +99,8 @@ impl Cuda {
         let (device, rows) = (self.device.clone(), open.pass.rows());
         let weights = &self.weights.dense.layers[layer].moe;
         let columns = Gates::of(&self.model.spec, weights.shared_gate.rows);
-        open.buffers.gates.take(&device, 4 * rows * columns.stride)?;
+        let layers = self.model.spec.layers.len();
+        open.buffers.gates.turn(&device, (layer, layers), (rows, 4 * columns.stride))?;
         open.buffers.norm.take(&device, 4 * rows * self.model.spec.hidden)?;
         let buffers = &open.buffers;
         let at = |column: usize| buffers.gates.at() + 4 * column as u64;
@@ -158,6 +160,9 @@ impl Cuda {
         let (triplet, slots) = self.place(open, layer, wave)?;
         if open.single {
             self.experts_single(open, (layer, triplet), (mask, wave.last))?;
+            if wave.last && layer + 1 == self.model.spec.layers.len() {
+                self.settle_fetched(open)?;
+            }
         } else {
             let list: Vec<u32> = wave.experts.iter().map(|placed| placed.expert).collect();
             self.experts_grouped(open, triplet, &list, (mask, wave.last))?;

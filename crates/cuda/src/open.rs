@@ -56,6 +56,41 @@ pub(crate) struct Tables {
     pub(crate) hidden: u64,
 }
 
+/// Single rows of a pass whose layers have parts of their own of [`Layered`] memory, at most.
+pub(crate) const LAYERED: usize = 16;
+
+/// Memory of which every layer of a pass of few single rows has a part of its own, so that all are there in the end.
+#[derive(Default)]
+pub(crate) struct Layered {
+    room: Room,
+    /// Where the part of the layer at hand begins.
+    offset: u64,
+}
+
+impl Layered {
+    /// Turns to a layer of `layers`, for `rows` rows of `bytes` bytes.
+    pub(crate) fn turn(
+        &mut self,
+        device: &Arc<Device>,
+        (layer, layers): (usize, usize),
+        (rows, bytes): (usize, usize),
+    ) -> Result<(), DriverError> {
+        let (layer, layers) = if rows <= LAYERED { (layer, layers) } else { (0, 1) };
+        self.offset = (layer * rows * bytes) as u64;
+        self.room.take(device, layers * rows * bytes).map(drop)
+    }
+
+    /// Where the part of the layer at hand begins.
+    pub(crate) fn at(&self) -> u64 {
+        self.first() + self.offset
+    }
+
+    /// Where that of the first layer begins.
+    pub(crate) fn first(&self) -> u64 {
+        self.room.at()
+    }
+}
+
 /// Memory of a pass, reused by later ones.
 #[derive(Default)]
 pub(crate) struct Buffers {
@@ -86,7 +121,7 @@ pub(crate) struct Buffers {
     /// Output of a mixer before its output projection: [block rows, columns], bf16.
     pub(crate) mixed: Room,
     /// Of single rows: logits of the router, gate and up of the shared expert, its share.
-    pub(crate) gates: Room,
+    pub(crate) gates: Layered,
     /// Final norms of wanted rows, bf16 and f32; logits.
     pub(crate) last_rounded: Room,
     pub(crate) wanted: Room,
@@ -252,7 +287,7 @@ impl Buffers {
         let Buffers { tables, hidden, norm, rounded, sum, ids, weights, order, counts, rotations, .. } = self;
         let Buffers { projected, mixed, gates, logits, .. } = self;
         let first = [tables, hidden, norm, rounded, sum, ids, weights, order, counts, rotations];
-        first.into_iter().chain([projected, mixed, gates, logits]).map(Room::at)
+        first.into_iter().chain([projected, mixed, &gates.room, logits]).map(Room::at)
     }
 }
 

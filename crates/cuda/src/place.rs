@@ -118,7 +118,7 @@ impl Cuda {
             let Some(places) = self.fetch.as_ref().map(|fetch| fetch.places(layer)) else {
                 return Ok((triplet, None));
             };
-            self.fetch(open, layer)?;
+            self.fetch_chosen(open, layer)?;
             return Ok((at_places(triplet, places, experts), None));
         }
         let arena = self.arenas[number as usize - 1].clone();

@@ -338,7 +338,7 @@ impl Source {
 
     /// Experts the GPU fetches by itself.
     pub fn fetch(target: &Target) -> Source {
-        Source::new(target, "fetch".to_string(), &[COMMON, FETCH], &[])
+        Source::new(target, "fetch".to_string(), &[COMMON, ROUTE, FETCH], &[])
     }
 
     /// The DeltaNet mixer, for heads of `dim`.

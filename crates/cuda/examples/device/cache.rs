@@ -108,7 +108,9 @@ fn fetched(path: &Path) -> String {
         assert!(found == expected, "{slots} slots");
         let copies = monitor.copies().expect("a GPU is behind a link");
         let chosen = (WRITTEN * model.experts.len() * model.spec.moe.used) as u64;
-        assert!(copies.found + copies.fetched >= chosen && copies.fetched > 0, "{copies:?}");
+        assert!(copies.found + copies.fetched == chosen && copies.fetched > 0, "{copies:?}");
+        let all = slots == all.slots() as u64;
+        assert!(!all || copies.found > 3 * copies.fetched, "what came stays: {copies:?}");
         report.push(format!("{slots} slots: {} found, {} fetched", copies.found, copies.fetched));
     }
     report.join(", ")
