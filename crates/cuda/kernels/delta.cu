@@ -209,54 +209,26 @@ DEVICE float sum_of_two(float x, float y) {
     return sum + __shfl_xor_sync(~0u, sum, 16);
 }
 
-/// Numbers that blocks of a cluster hand one another: a barrier that counts their bytes, and a number of each block. No fence, which would
-/// wait for all that was stored before.
-template <int BLOCKS> struct Exchange {
-    u64 barrier;
-    float numbers[BLOCKS];
-
-    /// By all threads, before anything else.
-    __device__ __forceinline__ void begin() {
+DEVICE void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-        if (threadIdx.x == 0) {
-            u32 at = shared_address(&barrier);
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "n"(4 * BLOCKS) : "memory");
-        }
-        __syncwarp();
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
-    }
+}
 
-    /// By all threads: all blocks have begun.
-    __device__ __forceinline__ void begun() {
+DEVICE void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
-        asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-    }
+}
 
-    /// By a warp: stores its number with all blocks, and waits for theirs.
-    __device__ __forceinline__ void run(float number) {
+/// Stores a number at the same place of shared memory of another block of the cluster.
+DEVICE void store_remote(float *to, int block, float x) {
 #if __CUDA_ARCH__ >= 900
-        u32 block = threadIdx.x % 32, own = shared_address(&barrier), done = 0;
-        if (block < BLOCKS) {
-            u32 to, at;
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(numbers + blockIdx.y)), "r"(block));
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(own), "r"(block));
-            asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(number)),
-                         "r"(at)
-                         : "memory");
-        }
-        while (!done) {
-            asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-                         : "=r"(done)
-                         : "r"(own)
-                         : "memory");
-        }
+    u32 at;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(to)), "r"(block));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
 #endif
-    }
-};
+}
 
 /// Has a head's state brought to the second cache, by one thread.
 DEVICE void fetch_state(const float *from) {
@@ -271,7 +243,7 @@ template <int COLUMNS> struct StepRoom {
     __align__(16) float partial[2][4][COLUMNS];     // S k and S q of a quarter of the keys
     __align__(16) float gates[COLUMNS];             // times the norm's weights
     float lengths[3], beta, keep;                   // q · q, k · k, q · k
-    Exchange<DIM / COLUMNS> squares;                // of the outputs of a head's blocks
+    float squares[DIM / 32];                        // of the outputs of the cluster's blocks
 };
 
 /// Sums over keys, of S k or S q.
@@ -292,10 +264,6 @@ template <int COUNT, int COLUMNS> DEVICE void difference(float d[COUNT], const S
     for (int w = 0; w < COUNT; w++) d[w] = factor * fmaf(of_sum, d[w], v.x[w]);
 }
 
-struct __align__(PER == 3 ? 2 : 2 * PER) Rounded {
-    u16 x[PER];
-};
-
 /// The output of a block's columns, normed over the head and gated, by a warp: a lane has PER columns, as often as there are lanes.
 template <int COLUMNS> DEVICE void store_output(const Single &p, StepRoom<COLUMNS> &room, u16 *out) {
     const int LANES = PER == 3 ? 32 : 32 / PER; // of 32 columns, but for PER = 3
@@ -310,8 +278,9 @@ template <int COLUMNS> DEVICE void store_output(const Single &p, StepRoom<COLUMN
 #pragma unroll
     for (int step = LANES / 2; step > 0; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
     if (COLUMNS < DIM) {
-        room.squares.run(squares);
-        squares = room.squares.numbers[lane % (DIM / COLUMNS)];
+        if (lane < DIM / COLUMNS) store_remote(room.squares + blockIdx.y, lane, squares);
+        cluster_arrive(), cluster_wait();
+        squares = room.squares[lane % (DIM / COLUMNS)];
 #pragma unroll
         for (int step = 1; step < DIM / COLUMNS; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
     } else {
@@ -320,10 +289,8 @@ template <int COLUMNS> DEVICE void store_output(const Single &p, StepRoom<COLUMN
     }
     float scale = rsqrtf(squares * (1.0f / DIM) + p.eps);
     if (lane * PER >= COLUMNS) return;
-    Rounded rounded;
 #pragma unroll
-    for (int w = 0; w < PER; w++) rounded.x[w] = bf16(o[w] * scale * room.gates[column + w]);
-    *(Rounded *)(out + column) = rounded;
+    for (int w = 0; w < PER; w++) out[column + w] = bf16(o[w] * scale * room.gates[column + w]);
 }
 
 /// One token of each of several sequences, from convolution to the delta rule's output, normed and gated. With S the state, kept in part:
@@ -332,7 +299,7 @@ template <int COLUMNS> DEVICE void delta_step(const Single &p) {
     const int ACROSS = COLUMNS / 32; // of a thread
     __shared__ StepRoom<COLUMNS> room;
     next();
-    if (COLUMNS < DIM) room.squares.begin();
+    if (COLUMNS < DIM) cluster_arrive(); // all blocks of the cluster have begun when they store to one another
     const Shape &s = p.shape;
     int head = blockIdx.x, row = blockIdx.z, per_key = s.value_heads / s.key_heads, key_head = head / per_key, first = blockIdx.y * COLUMNS;
     int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, quarter = warp / 4;
@@ -367,7 +334,7 @@ template <int COLUMNS> DEVICE void delta_step(const Single &p) {
 #pragma unroll
         for (int i = lane; i < COLUMNS; i += 32) room.gates[i] = p.norm[first + i];
     }
-    if (COLUMNS < DIM) room.squares.begun();
+    if (COLUMNS < DIM) cluster_wait();
     previous();
     const float *z = input + channels(s) + head * DIM + first, *raw = input + channels(s) + s.value_heads * DIM + head;
     if (convolves) {
@@ -406,6 +373,7 @@ template <int COLUMNS> DEVICE void delta_step(const Single &p) {
     }
     __syncthreads();
     if (warp == 0) store_output(p, room, p.out + ((long)row * s.value_heads + head) * DIM + first);
+    else if (COLUMNS < DIM) cluster_arrive(); // the barrier is the first warp's
     float d[ACROSS], keep = room.keep;
     difference<ACROSS>(d, room, column);
     load_keys(k, room.vectors + DIM + key); // once more, as registers are few

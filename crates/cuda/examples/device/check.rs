@@ -25,7 +25,7 @@ const TOLERANCE: f64 = 8e-2;
 const NORMED: f64 = 0.3;
 
 /// The same behind a near tie of experts that was decided the other way.
-const OTHER_EXPERTS: f64 = 0.5;
+pub(crate) const OTHER_EXPERTS: f64 = 0.5;
 
 /// Relative RMS allowed between a prompt read at once and token by token, near ties included.
 pub(crate) const OTHER_KERNELS: f64 = 0.1;

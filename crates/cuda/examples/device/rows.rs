@@ -6,7 +6,7 @@ use model::{Backend, Driver, KvType, MappedExperts, Model, Pass, Quiet, Sequence
 use redlite_cuda::Cuda;
 use testkit::{Random, TinyModel, TinyOptions};
 
-use crate::check::{OTHER_KERNELS, cuda, limits};
+use crate::check::{OTHER_EXPERTS, OTHER_KERNELS, cuda, limits};
 
 /// Tokens before the rows: ends and beginnings of steps, of blocks and of pages of keys; more than one step in a part.
 const BEFORE: [usize; 8] = [1, 31, 32, 63, 255, 256, 1000, 4200];
@@ -42,7 +42,7 @@ fn rows(options: TinyOptions, kv: KvType) -> String {
     };
     let tokens = |i: usize| Random::new(i as u64, "prompt").tokens(BEFORE[i] + STEPS, TinyOptions::VOCAB);
     let all: Vec<Vec<u32>> = (0..BEFORE.len()).map(tokens).collect();
-    let (mut worst, mut alone, mut together) = (0.0f64, Vec::new(), Vec::new());
+    let (mut apart, mut alone, mut together) = (Vec::new(), Vec::new(), Vec::new());
     let mut ids = Vec::new();
     for (tokens, before) in all.iter().zip(BEFORE) {
         let id = rows.cuda.create();
@@ -56,7 +56,7 @@ fn rows(options: TinyOptions, kv: KvType) -> String {
         let expected = rows.pass(&[(whole, &tokens[..])]).remove(0);
         rows.cuda.free(whole);
         let found: &Vec<Vec<f32>> = &alone[alone.len() - 1];
-        worst = worst.max(relative(&found[STEPS - 1], &expected));
+        apart.push(relative(&found[STEPS - 1], &expected));
     }
     for step in 0..STEPS {
         let next = ids.iter().zip(&all).zip(BEFORE);
@@ -70,8 +70,13 @@ fn rows(options: TinyOptions, kv: KvType) -> String {
             assert!(bits(alone) == bits(&together[step][i]), "row {step} behind {} tokens", BEFORE[i]);
         }
     }
-    assert!(worst < OTHER_KERNELS, "off by {worst:.1e}");
-    format!("{} rows, alone and together; {worst:.1e} from prompts", BEFORE.len() * STEPS)
+    // Some may have chosen other experts, behind a near tie.
+    apart.sort_by(f64::total_cmp);
+    let (median, worst) = (apart[BEFORE.len() / 2], apart[BEFORE.len() - 1]);
+    let count = BEFORE.len() * STEPS;
+    let result = format!("{count} rows, alone and together; {median:.1e}, {worst:.1e} from prompts");
+    assert!(median < OTHER_KERNELS && worst < OTHER_EXPERTS, "{result}");
+    result
 }
 
 /// How far two rows are apart, relative RMS.
