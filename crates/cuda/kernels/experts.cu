@@ -5,7 +5,7 @@
 // rows, lane l whole runs of 32 weights (`Run`): run l % 4 of every 128 of rows l / 4 and l / 4 + 8. What lane l holds are
 // then columns 32 (l % 4) + 4 s + {0, 1 | 2, 3} at step s of sixteen columns, where the tensor cores count 2 (l % 4) + {0, 1}
 // and those + 8. So x lies shuffled: number 16 s + 2 t + 8 h + b of every 128 is number 32 t + 4 s + 2 h + b of the row
-// (`shuffle_rows`); the inner rows are stored like that.
+// (`group_tiles`); the inner rows are stored like that.
 //
 // The other warps copy. K is walked in steps of 128 through X_STAGES buffers of x,
 //

@@ -294,7 +294,7 @@ KERNEL __launch_bounds__(1024) void fetch_settle(Settle p) {
     const Book &book = p.book;
     int now = book.state->token, free = book.state->free;
     note_choices(p, now);
-    int goal = min(2 * book.state->fetched + p.spare, max(book.count / 4, 1)), need = goal - free;
+    int goal = min(2 * book.state->fetched + p.spare, min(max(book.count / 4, 1), book.count)), need = goal - free;
     if (threadIdx.x == 0) ties = 0, end = free;
     __syncthreads();
     if (need > 0) {

@@ -340,7 +340,7 @@ template <int STAGED> DEVICE void stage_spans(const SpanRows &p, const Share &sh
 template <int SETS> DEVICE void multiply_tile_spans(const SpanRows &p, const Share &share, const u8 *shared, const Place &place, const u8 *tile, float c[2 * SETS]) {
     const Matrix &m = p.matrices[place.matrix];
     int lane = threadIdx.x % 32, spans = spans_of(p.cols);
-    u32 address = (u32)(u64)m.at + (place.first + lane / 4) * m.row_bytes;
+    u32 address = (u32)(u64)m.at + (u32)(place.first + lane / 4) * (u32)m.row_bytes; // its lowest bits
     const u8 *low = tile + lane / 4 * pitch(m.row_bytes);
     const u8 *high = low + 8 * pitch(m.row_bytes) + (address + 8 * m.row_bytes & 15);
     low += address & 15;

@@ -15,6 +15,7 @@
 // as f16; at SCALE_AT what sums are multiplied with, and the sum of squares, f32.
 
 const int SPAN = 256, PLANE_X = 288, SUMS_AT = 2 * PLANE_X, SCALE_AT = SUMS_AT + 96, SPAN_X = 704;
+static_assert(SCALE_AT + 8 <= SPAN_X, "a record holds planes, sums, and two numbers");
 
 DEVICE int spans_of(int cols) { return (cols + SPAN - 1) / SPAN; }
 

@@ -195,11 +195,11 @@ pub(crate) struct Fetch {
     kernels: FetchKernels,
     /// Where each layer's router is, f32.
     routers: Vec<u64>,
-    /// Logits of the choices that are foreseen: [layers, ROWS, experts].
-    logits: Buffer,
-    /// Queues beside the one that computes: for choices, and for copies.
+    /// Queues beside the one that computes: for choices, and for copies. Dropped before the memory they use.
     look: Queue,
     carry: Queue,
+    /// Logits of the choices that are foreseen: [layers, ROWS, experts].
+    logits: Buffer,
     /// What the book names.
     tables: Arc<Buffer>,
     _slots: Buffer,
@@ -414,7 +414,8 @@ impl Cuda {
         (open.single && open.pass.rows() <= ROWS).then_some(fetch)
     }
 
-    /// Asks what rows will probably choose in `layer`, by what they are now.
+    /// Asks what rows will probably choose in `layer`, by what they are now: nobody waits for that, so that rows may change while they
+    /// are read, which changes a guess and no result.
     pub(crate) fn foresee(&self, open: &Open, layer: usize) -> Done {
         let Some(fetch) = self.fetches(open).filter(|_| layer < self.model.spec.layers.len()) else {
             return Ok(());
@@ -451,7 +452,11 @@ impl Cuda {
 
     /// Fetches what the pass has chosen in `layer`, and begins with what the next one will.
     pub(crate) fn fetch_chosen(&self, open: &Open, layer: usize) -> Done {
-        let Some(fetch) = self.fetches(open) else { return Ok(()) };
+        let Some(fetch) = &self.fetch else { return Ok(()) };
+        if self.fetches(open).is_none() {
+            // Of an earlier pass: what has been begun to be fetched changes where experts are.
+            return fetch.carry.before(self.device.stream);
+        }
         let stride = Gates::of(&self.model.spec, self.model.spec.moe.shared_width).stride;
         let p = fetch.missing(open, layer, (open.buffers.gates.at(), stride));
         fetch.carry.before(self.device.stream)?;

@@ -19,7 +19,7 @@ pub(crate) const TILE: usize = 16;
 /// Warps of a block of `few_rows`; `many_tiles` has half as many.
 const WARPS: usize = 16;
 
-/// Columns that experts are multiplied with at a time.
+/// Columns that are multiplied with whole numbers at a time.
 pub(crate) const SPAN: usize = 256;
 
 /// Columns that are in shared memory at a time.
@@ -166,16 +166,20 @@ impl Cuda {
         stride: usize,
         add: bool,
     ) -> Done {
-        // Which kernel depends on the matrices and what is multiplied alone, for it decides on the order of sums.
         let way = Way::of(outputs, input, add);
         let mut first = 0;
         while first < count {
             let p = self.few_parameters(outputs, (input, first), stride, add);
             let left = count - first;
-            first += match way {
-                Way::Head => self.head_launch(p, left)?,
-                Way::Spans => self.spans_launch(p, left)?,
-                Way::Rows => self.few_launch(p, left)?,
+            // One row or several: what does not fit is as long for all of them.
+            let by_spans = match way {
+                Way::Head => self.head_launch(&p, left)?,
+                Way::Spans => self.spans_launch(&p, left)?,
+                Way::Rows => None,
+            };
+            first += match by_spans {
+                Some(launched) => launched,
+                None => self.few_launch(p, left)?,
             };
         }
         Ok(())

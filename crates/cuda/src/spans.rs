@@ -15,6 +15,9 @@ const MOST_TILES: usize = 8;
 /// Rows that one product of four columns a row can take; twice as many with two.
 const SET: usize = 4;
 
+/// Plain rows that are multiplied together.
+const PLAIN: usize = 4;
+
 /// Warps of a block of `few_spans`, and of `few_head`.
 const WARPS: usize = 16;
 const HEAD_WARPS: usize = 8;
@@ -29,16 +32,16 @@ const RESERVED: usize = 1280;
 /// How few rows are multiplied with matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// By spans, of one matrix of very many rows.
+    /// By spans, of one matrix alone: a block goes through tile after tile.
     Head,
     /// By spans.
     Spans,
-    /// By steps of 128 columns: of any type.
+    /// By steps of 128 columns: of any type, and as long as there are.
     Rows,
 }
 
 impl Way {
-    /// It depends on the matrices and what is multiplied alone, for it decides on the order of sums.
+    /// It depends on the matrices, what is multiplied and the GPU alone, for it decides on the order of sums.
     pub(crate) fn of(outputs: &[Output], input: Input, add: bool) -> Way {
         let is_plain = |output: &&Output| output.exact && output.matrix.ty.block_len() == 1;
         let coded = outputs.iter().filter(|output| !is_plain(output));
@@ -48,6 +51,7 @@ impl Way {
             coded.clone().all(|output| has_spans(output.matrix.ty)) && plain.all(|ty| Some(ty) == first);
         match (outputs, input) {
             _ if !spans => Way::Rows,
+            (_, Input::Numbers(_)) if first.is_some() => Way::Rows,
             (&[output], Input::Norm { normed: 0, rounded: 0, .. }) if !add && !is_plain(&&output) => {
                 Way::Head
             }
@@ -141,11 +145,11 @@ impl SpanRows {
         (0..tiles).step_by(each).map(of_block).max().unwrap_or(0)
     }
 
-    /// Lays out the shared memory of a block of `warps`, for `count` rows and `sums` tiles that are added up together, of which
-    /// `plain` plain rows. Returns its bytes without tiles.
+    /// Lays out the shared memory of a block of `warps`, for `count` rows, `sums` tiles whose sums are kept, and `plain` plain rows.
+    /// Returns its bytes without tiles.
     fn place(&mut self, count: usize, warps: usize, sums: usize, plain: usize) -> usize {
         let x = count * self.spans() * SPAN_X;
-        let plain_each = plain.next_multiple_of(4); // which are multiplied together
+        let plain_each = plain.next_multiple_of(PLAIN);
         let plain_at = x + 4 * sums * warps.min(self.spans()) * TILE * count;
         let parts = 4 * FEW * self.spans();
         let tiles_at =
@@ -159,65 +163,75 @@ impl SpanRows {
     }
 }
 
+/// A launch of either kernel.
+#[derive(Clone, Copy)]
+struct Launch<P> {
+    p: P,
+    grid: usize,
+    /// Bytes of shared memory.
+    shared: usize,
+}
+
+/// The products of `count` rows by spans on a GPU of so many multiprocessors, whose blocks have `room` bytes; `None` if these do not do.
+fn by_spans(p: &SpanRows, count: usize, processors: usize, room: usize) -> Option<Launch<SpanRows>> {
+    let (tiles, rows) = (p.ends[3] as usize, p.plain_rows as usize);
+    let most = tiles.div_ceil(processors).clamp(1, MOST_TILES);
+    let launch = |each: usize, least: usize| {
+        let grid = tiles.div_ceil(each).max(least);
+        let mut p = SpanRows { each: each as i32, ..*p };
+        let plain = if rows > 0 { rows.div_ceil(grid) } else { 0 };
+        let shared = p.place(count, WARPS, each, plain) + p.most_bytes(each) + SLACK;
+        (shared + RESERVED <= room).then_some(Launch { p, grid, shared })
+    };
+    // Plain rows for each multiprocessor, or if those are too many, as few as are multiplied together.
+    let mut launches = [rows.min(processors), rows.div_ceil(PLAIN)]
+        .into_iter()
+        .flat_map(|least| (1..=most).rev().map(move |each| (each, least)));
+    launches.find_map(|(each, least)| launch(each, least))
+}
+
+/// The same of one matrix whose tiles go through stages.
+fn by_stages(p: &SpanRows, count: usize, processors: usize, room: usize) -> Option<Launch<HeadRows>> {
+    let (tiles, stage) = (p.ends[3] as usize, tile_bytes(p.matrices[0].row_bytes));
+    let each = (HEAD_SUMS / (HEAD_WARPS * TILE * count)).clamp(1, MOST_TILES);
+    let mut rows = SpanRows { each: each as i32, ..*p };
+    let at = rows.place(count, HEAD_WARPS, 2 * each, 0);
+    let fits = |stages: usize, blocks: usize| blocks * (at + stages * stage + SLACK + RESERVED) <= room;
+    let most = |blocks: usize| (1..=HEAD_STAGES).rev().find(|&stages| fits(stages, blocks));
+    let (stages, blocks) = match (most(2), most(1)) {
+        (Some(stages @ 2..), _) => (stages, 2),
+        (_, Some(stages)) => (stages, 1),
+        (_, None) => return None,
+    };
+    let p = HeadRows { rows, stage_bytes: stage as i32, stages: stages as i32 };
+    Some(Launch { p, grid: tiles.min(blocks * processors), shared: at + stages * stage + SLACK })
+}
+
+/// The most of `left` rows for which there is a launch, and that.
+fn most_rows<P>(left: usize, launch: impl Fn(usize) -> Option<Launch<P>>) -> Option<(usize, Launch<P>)> {
+    let counts = std::iter::successors(Some(left.min(FEW)), |&count| (count > 1).then_some(count / 2));
+    counts.into_iter().find_map(|count| Some((count, launch(count)?)))
+}
+
 impl Cuda {
-    /// Launches the products of as many of `left` rows as fit into shared memory, and returns how many those are.
-    pub(crate) fn spans_launch(&self, p: FewRows, left: usize) -> Result<usize, DriverError> {
-        let p = SpanRows::of(&p);
-        let (tiles, processors) = (p.ends[3] as usize, self.device.processors as usize);
-        let mut count = left.min(FEW);
-        loop {
-            let most = tiles.div_ceil(processors).clamp(1, MOST_TILES);
-            let grid = |each: usize| {
-                let plain = (p.plain_rows as usize).min(processors);
-                tiles.div_ceil(each).max(plain)
-            };
-            let fitting = (1..=most).rev().find_map(|each| {
-                let mut placed = p;
-                let plain = (p.plain_rows as usize).div_ceil(grid(each));
-                let shared = placed.place(count, WARPS, each, plain) + p.most_bytes(each) + SLACK;
-                placed.each = each as i32;
-                (shared + RESERVED <= self.device.shared).then_some((placed, each, shared))
-            });
-            let Some((p, each, shared)) = fitting else {
-                assert!(count > 1, "a row of {} columns fits into shared memory", p.cols);
-                count /= 2;
-                continue;
-            };
-            let kernel = if count > SET { &self.kernels.more_spans } else { &self.kernels.few_spans };
-            self.device.launch(kernel, (grid(each), 1, 1), 32 * WARPS, shared, &p)?;
-            return Ok(count);
-        }
+    /// Launches the products of as many of `left` rows as fit into shared memory, and returns how many those are; `None` if not even one does.
+    pub(crate) fn spans_launch(&self, p: &FewRows, left: usize) -> Result<Option<usize>, DriverError> {
+        let (p, processors) = (SpanRows::of(p), self.device.processors as usize);
+        let launch = |count| by_spans(&p, count, processors, self.device.shared);
+        let Some((count, Launch { p, grid, shared })) = most_rows(left, launch) else { return Ok(None) };
+        let kernel = if count > SET { &self.kernels.more_spans } else { &self.kernels.few_spans };
+        self.device.launch(kernel, (grid, 1, 1), 32 * WARPS, shared, &p)?;
+        Ok(Some(count))
     }
 
-    /// As [`Cuda::spans_launch`], of one matrix of very many rows.
-    pub(crate) fn head_launch(&self, p: FewRows, left: usize) -> Result<usize, DriverError> {
-        let mut rows = SpanRows::of(&p);
-        let (tiles, stage) = (p.ends[3] as usize, tile_bytes(p.matrices[0].row_bytes));
-        let mut count = left.min(FEW);
-        loop {
-            let each = (HEAD_SUMS / (HEAD_WARPS * TILE * count)).clamp(1, MOST_TILES);
-            let at = rows.place(count, HEAD_WARPS, 2 * each, 0);
-            rows.each = each as i32;
-            let fits = |stages: usize, blocks: usize| {
-                blocks * (at + stages * stage + SLACK + RESERVED) <= self.device.shared
-            };
-            let most = |blocks: usize| (1..=HEAD_STAGES).rev().find(|&stages| fits(stages, blocks));
-            let (stages, blocks) = match (most(2), most(1)) {
-                (Some(stages @ 2..), _) => (stages, 2),
-                (_, Some(stages)) => (stages, 1),
-                (_, None) => {
-                    assert!(count > 1, "a row of {} columns fits into shared memory", p.cols);
-                    count /= 2;
-                    continue;
-                }
-            };
-            let p = HeadRows { rows, stage_bytes: stage as i32, stages: stages as i32 };
-            let grid = (tiles.min(blocks * self.device.processors as usize), 1, 1);
-            let shared = at + stages * stage + SLACK;
-            let kernel = if count > SET { &self.kernels.more_head } else { &self.kernels.few_head };
-            self.device.launch(kernel, grid, 32 * HEAD_WARPS, shared, &p)?;
-            return Ok(count);
-        }
+    /// As [`Cuda::spans_launch`], of one matrix alone.
+    pub(crate) fn head_launch(&self, p: &FewRows, left: usize) -> Result<Option<usize>, DriverError> {
+        let (p, processors) = (SpanRows::of(p), self.device.processors as usize);
+        let launch = |count| by_stages(&p, count, processors, self.device.shared);
+        let Some((count, Launch { p, grid, shared })) = most_rows(left, launch) else { return Ok(None) };
+        let kernel = if count > SET { &self.kernels.more_head } else { &self.kernels.few_head };
+        self.device.launch(kernel, (grid, 1, 1), 32 * HEAD_WARPS, shared, &p)?;
+        Ok(Some(count))
     }
 }
 
@@ -258,6 +272,55 @@ mod tests {
         assert_eq!(rows.most_bytes(2), short + long);
         assert_eq!(rows.most_bytes(3), 2 * short + long);
         assert_eq!(rows.most_bytes(7), 5 * short + 2 * long);
+    }
+
+    /// The launch of a layer's router and shared expert, or of its projections, for one row and for eight.
+    #[test]
+    fn launches_fit_every_gpu_or_are_left_to_others() {
+        for room in [99 << 10, 163 << 10, 227 << 10] {
+            for processors in [16, 46, 58, 72, 82, 108, 128, 132, 170] {
+                for cols in [64, 320, 2048, 4096, 8192, 16384] {
+                    for (plain_rows, tiles) in [(0, 772), (0, 128), (513, 64), (513, 0), (9, 1)] {
+                        let mut rows = SpanRows { ends: [tiles; 4], cols, plain_rows, ..SpanRows::default() };
+                        rows.matrices[0].row_bytes = cols / 32 * 34;
+                        rows.plain[0].row_bytes = 4 * cols;
+                        for count in [1, 4, 5, 8] {
+                            let Some(Launch { p, grid, shared }) = by_spans(&rows, count, processors, room)
+                            else {
+                                continue;
+                            };
+                            assert!(shared + RESERVED <= room);
+                            assert!(grid * p.each as usize >= tiles as usize);
+                            assert!(grid * p.plain_each as usize >= plain_rows as usize);
+                            assert!(p.tiles_at as usize + p.most_bytes(p.each as usize) < shared);
+                        }
+                    }
+                }
+                // What the 80B's layers need is there on all of these.
+                let mut route =
+                    SpanRows { ends: [64; 4], cols: 2048, plain_rows: 513, ..SpanRows::default() };
+                route.matrices[0].row_bytes = 2176;
+                route.plain[0].row_bytes = 8192;
+                assert!(by_spans(&route, 1, processors, room).is_some(), "{processors} of {room} bytes");
+            }
+        }
+    }
+
+    #[test]
+    fn a_head_of_rows_too_long_is_left_to_others() {
+        let mut head = SpanRows { ends: [9496; 4], cols: 2048, ..SpanRows::default() };
+        head.matrices[0].row_bytes = 1680;
+        let fits = |head: &SpanRows, room: usize| {
+            most_rows(8, |count| by_stages(head, count, 132, room)).map(|(count, launch)| {
+                assert!(launch.shared + RESERVED <= room);
+                count
+            })
+        };
+        assert_eq!(fits(&head, 227 << 10), Some(8));
+        assert!(fits(&head, 99 << 10).is_some());
+        head.cols = 16_384;
+        head.matrices[0].row_bytes = 8 * 1680;
+        assert_eq!(fits(&head, 99 << 10), None);
     }
 
     #[test]
