@@ -318,6 +318,9 @@ mod tests {
         };
         assert_eq!(fits(&head, 227 << 10), Some(8));
         assert!(fits(&head, 99 << 10).is_some());
+        // A tile takes 53 KiB, a row of x 11.
+        (head.cols, head.matrices[0].row_bytes) = (4096, 2 * 1680);
+        assert_eq!(fits(&head, 99 << 10), Some(2));
         head.cols = 16_384;
         head.matrices[0].row_bytes = 8 * 1680;
         assert_eq!(fits(&head, 99 << 10), None);
