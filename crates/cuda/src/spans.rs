@@ -255,6 +255,37 @@ mod tests {
         }
     }
 
+    /// What a kernel's source says a constant is.
+    fn of_kernels(name: &str) -> usize {
+        let sources = [
+            include_str!("../kernels/few.cuh"),
+            include_str!("../kernels/spans.cuh"),
+            include_str!("../kernels/few_spans.cu"),
+            include_str!("../kernels/few_head.cu"),
+        ];
+        let before = format!(" {name} = ");
+        let places: Vec<&str> = sources.iter().flat_map(|text| text.split(before.as_str()).skip(1)).collect();
+        let [place] = places[..] else { panic!("{name} is defined in {} places", places.len()) };
+        let digits: String = place.chars().take_while(char::is_ascii_digit).collect();
+        digits.parse().expect("a number")
+    }
+
+    #[test]
+    fn constants_are_those_of_the_kernels() {
+        for (name, value) in [
+            ("FEW", FEW),
+            ("TILE", TILE),
+            ("SPAN", SPAN),
+            ("SPAN_X", SPAN_X),
+            ("MOST_TILES", MOST_TILES),
+            ("SPAN_THREADS", 32 * WARPS),
+            ("HEAD_THREADS", 32 * HEAD_WARPS),
+            ("MOST_STAGES", HEAD_STAGES),
+        ] {
+            assert_eq!(of_kernels(name), value, "{name}");
+        }
+    }
+
     /// Tiles of two matrices, the rows of the second longer.
     fn two_matrices() -> SpanRows {
         let mut rows = SpanRows { ends: [5, 7, 7, 7], cols: 2048, ..SpanRows::default() };

@@ -9,6 +9,7 @@
 mod cache;
 mod check;
 mod measure;
+mod passes;
 mod pipeline;
 mod rows;
 

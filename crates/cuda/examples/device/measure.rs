@@ -6,9 +6,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use model::{Backend, Driver, KvType, Limits, MappedExperts, Model, Pass, Quiet, SequenceId, Stage};
+use model::{Backend, KvType, Limits, MappedExperts, Model, SequenceId, Stage};
 use redlite_cuda::{Cuda, Options};
 use testkit::Random;
+
+use crate::passes::Passes;
 
 /// Rows of the largest pass.
 const CHUNK: usize = 8192;
@@ -33,7 +35,8 @@ pub fn run(path: &Path, lengths: &[&str]) -> ExitCode {
         cuda.capabilities().variant,
         start.elapsed().as_secs_f64()
     );
-    let mut bench = Bench { experts: MappedExperts::new(&model).in_whole_layers(), model, cuda };
+    let experts = MappedExperts::new(&model).in_whole_layers();
+    let mut bench = Bench { passes: Passes { model, cuda, experts } };
     for length in lengths {
         bench.prompt(length);
         bench.decode(length, 1);
@@ -43,32 +46,20 @@ pub fn run(path: &Path, lengths: &[&str]) -> ExitCode {
 }
 
 struct Bench {
-    model: Arc<Model>,
-    cuda: Cuda,
-    experts: MappedExperts,
+    passes: Passes,
 }
 
 impl Bench {
     fn tokens(&self, len: usize) -> Vec<u32> {
-        Random::new(1, "prompt").tokens(len, self.model.spec.vocab)
+        Random::new(1, "prompt").tokens(len, self.passes.model.spec.vocab)
     }
 
-    /// One pass that appends tokens to some sequences and reads the logits of each one's last.
     fn pass(&mut self, runs: &[(SequenceId, &[u32])]) {
-        let mut pass = Pass::new();
-        for &(id, tokens) in runs {
-            let start = self.cuda.position(id).expect("a sequence");
-            let rows = pass.push(id, start, tokens);
-            pass.logits.push(rows.end - 1);
-        }
-        let mut driver = Driver::begin(&mut self.cuda, &self.model.spec, &pass).expect("begin");
-        driver.finish(&mut self.cuda, &mut self.experts, &mut Quiet).expect("every stage");
-        self.cuda.logits(driver.pass()).expect("logits");
-        self.cuda.commit(driver.pass()).expect("commit");
+        self.passes.pass(runs, |_| ());
     }
 
     fn ingest(&mut self, tokens: &[u32]) -> SequenceId {
-        let id = self.cuda.create();
+        let id = self.passes.cuda.create();
         for chunk in tokens.chunks(CHUNK) {
             self.pass(&[(id, chunk)]);
         }
@@ -81,13 +72,13 @@ impl Bench {
             let start = Instant::now();
             let id = self.ingest(&tokens);
             let seconds = start.elapsed().as_secs_f64();
-            self.cuda.free(id);
+            self.passes.cuda.free(id);
             seconds
         });
         println!("\nread {length} tokens: {:.1} ms, {:.0} tok/s", 1e3 * seconds, length as f64 / seconds);
-        self.cuda.set_profiling(true);
+        self.passes.cuda.set_profiling(true);
         let id = self.ingest(&tokens);
-        self.cuda.free(id);
+        self.passes.cuda.free(id);
         self.stages(1, length);
     }
 
@@ -96,8 +87,9 @@ impl Bench {
         const STEPS: usize = 32;
         let tokens = self.tokens(length);
         let first = self.ingest(&tokens);
-        let ids: Vec<SequenceId> =
-            (0..batch).map(|i| if i == 0 { first } else { self.cuda.fork(first).expect("a fork") }).collect();
+        let ids: Vec<SequenceId> = (0..batch)
+            .map(|i| if i == 0 { first } else { self.passes.cuda.fork(first).expect("a fork") })
+            .collect();
         let mut step = 0;
         let mut steps = |bench: &mut Bench| {
             let start = Instant::now();
@@ -118,20 +110,20 @@ impl Bench {
             "\nwrite behind {length} tokens, {batch} sequences: {:.3} ms a step, {rate:.0} tok/s",
             1e3 * seconds
         );
-        self.cuda.set_profiling(true);
+        self.passes.cuda.set_profiling(true);
         steps(self);
         self.stages(STEPS, batch);
-        ids.iter().for_each(|id| self.cuda.free(*id));
+        ids.iter().for_each(|id| self.passes.cuda.free(*id));
     }
 
     /// Prints and ends a profile of `steps` passes of `tokens` tokens each.
     fn stages(&mut self, steps: usize, tokens: usize) {
         let mut sums: BTreeMap<Stage, (f32, usize)> = BTreeMap::new();
-        for (stage, ms) in self.cuda.profile().expect("a profile") {
+        for (stage, ms) in self.passes.cuda.profile().expect("a profile") {
             let entry = sums.entry(stage).or_default();
             *entry = (entry.0 + ms, entry.1 + 1);
         }
-        self.cuda.set_profiling(false);
+        self.passes.cuda.set_profiling(false);
         let total: f32 = sums.values().map(|(ms, _)| ms).sum();
         for (stage, (ms, calls)) in sums {
             println!(

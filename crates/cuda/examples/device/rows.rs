@@ -1,12 +1,10 @@
 //! Single rows of several sequences: the bits of each alone, and what a prompt comes to that ends with its token.
 
-use std::sync::Arc;
-
-use model::{Backend, Driver, KvType, MappedExperts, Model, Pass, Quiet, SequenceId};
-use redlite_cuda::Cuda;
+use model::{Backend, KvType, MappedExperts, SequenceId};
 use testkit::{Random, TinyModel, TinyOptions};
 
 use crate::check::{OTHER_EXPERTS, OTHER_KERNELS, cuda, limits};
+use crate::passes::Passes;
 
 /// Tokens before the rows: ends and beginnings of steps, of blocks and of pages of keys; more than one step in a part.
 const BEFORE: [usize; 8] = [1, 31, 32, 63, 255, 256, 1000, 4200];
@@ -35,7 +33,7 @@ pub fn checks(check: &mut dyn FnMut(&str, &dyn Fn() -> String)) {
 fn rows(options: TinyOptions, kv: KvType) -> String {
     let tiny = TinyModel::new(options);
     let positions: usize = BEFORE.iter().map(|len| (len + STEPS).next_multiple_of(256)).sum();
-    let mut rows = Rows {
+    let mut rows = Passes {
         model: tiny.model.clone(),
         cuda: cuda(&tiny.model, limits(2 * positions, kv)),
         experts: MappedExperts::new(&tiny.model),
@@ -46,14 +44,16 @@ fn rows(options: TinyOptions, kv: KvType) -> String {
     let mut ids = Vec::new();
     for (tokens, before) in all.iter().zip(BEFORE) {
         let id = rows.cuda.create();
-        rows.pass(&[(id, &tokens[..before])]);
+        rows.pass(&[(id, &tokens[..before])], |_| ());
         ids.push(rows.cuda.fork(id).expect("a fork"));
         alone.push(
-            (before..before + STEPS).map(|at| rows.pass(&[(id, &tokens[at..=at])]).remove(0)).collect(),
+            (before..before + STEPS)
+                .map(|at| rows.pass(&[(id, &tokens[at..=at])], <[f32]>::to_vec).remove(0))
+                .collect(),
         );
         rows.cuda.free(id);
         let whole = rows.cuda.create();
-        let expected = rows.pass(&[(whole, &tokens[..])]).remove(0);
+        let expected = rows.pass(&[(whole, &tokens[..])], <[f32]>::to_vec).remove(0);
         rows.cuda.free(whole);
         let found: &Vec<Vec<f32>> = &alone[alone.len() - 1];
         apart.push(relative(&found[STEPS - 1], &expected));
@@ -62,7 +62,7 @@ fn rows(options: TinyOptions, kv: KvType) -> String {
         let next = ids.iter().zip(&all).zip(BEFORE);
         let runs: Vec<(SequenceId, &[u32])> =
             next.map(|((&id, tokens), before)| (id, &tokens[before + step..=before + step])).collect();
-        together.push(rows.pass(&runs));
+        together.push(rows.pass(&runs, <[f32]>::to_vec));
     }
     for (i, alone) in alone.iter().enumerate() {
         for (step, alone) in alone.iter().enumerate() {
@@ -84,27 +84,4 @@ fn relative(found: &[f32], expected: &[f32]) -> f64 {
     let squares = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>();
     let apart = squares(&mut found.iter().zip(expected).map(|(x, y)| x - y));
     (apart / squares(&mut expected.iter().copied())).sqrt()
-}
-
-struct Rows {
-    model: Arc<Model>,
-    cuda: Cuda,
-    experts: MappedExperts,
-}
-
-impl Rows {
-    /// Logits of each run's last token.
-    fn pass(&mut self, runs: &[(SequenceId, &[u32])]) -> Vec<Vec<f32>> {
-        let mut pass = Pass::new();
-        for &(id, tokens) in runs {
-            let start = self.cuda.position(id).expect("a sequence");
-            let rows = pass.push(id, start, tokens);
-            pass.logits.push(rows.end - 1);
-        }
-        let mut driver = Driver::begin(&mut self.cuda, &self.model.spec, &pass).expect("begin");
-        driver.finish(&mut self.cuda, &mut self.experts, &mut Quiet).expect("every stage");
-        let logits = self.cuda.logits(driver.pass()).expect("logits");
-        self.cuda.commit(driver.pass()).expect("commit");
-        (0..runs.len()).map(|row| logits.row(row).to_vec()).collect()
-    }
 }
