@@ -119,9 +119,6 @@ DEVICE void multiply_whole(int c[4], const u32 a[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// What sums of both planes come to.
-DEVICE float joined(const int sums[2]) { return fmaf((float)sums[1], 256.0f, (float)sums[0]); }
-
 /// sums += this lane's part of low · x and high · x, over the first `runs` runs of a span. `x`: where this lane finds its factors
 /// of run 0 of its own, `scale`: of x.
 template <class T>
@@ -136,8 +133,8 @@ DEVICE void multiply_span(float sums[2], const u8 *low, const u8 *high, const u8
         for (int h = 0; h < 2; h++) {
             float factor, min = 0.0f;
             W::factors(rows[h] + r * T::BYTES, factor, min);
-            float part = factor * joined(whole + 2 * h);
-            if (W::MIN) part = fmaf(-min, joined(mins + 2 * h), part);
+            float part = factor * joined(whole[2 * h], whole[2 * h + 1]);
+            if (W::MIN) part = fmaf(-min, joined(mins[2 * h], mins[2 * h + 1]), part);
             // Behind the last run of a row there is anything.
             if (T::LEN == 256 || r < runs) sums[h] = fmaf(part, scale, sums[h]);
         }

@@ -20,25 +20,18 @@ DEVICE void barrier_arrive_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/// Whether the phase of this parity has ended.
-DEVICE bool barrier_passed(u32 barrier, u32 parity) {
-    u32 done;
-    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    return done;
-}
-
 /// Waits for the end of the phase of this parity.
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
-#if WGMMA
     u32 done = 0;
     while (!done) {
+#if WGMMA
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    }
 #else
-    while (!barrier_passed(barrier, parity)) {}
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 #endif
+    }
 }
 
 #if __CUDA_ARCH__ >= 900

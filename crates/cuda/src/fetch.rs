@@ -80,7 +80,6 @@ struct Missing {
     rows: i32,
     layer: i32,
     most: i32,
-    unused: i32,
 }
 
 #[derive(Clone, Copy)]
@@ -341,7 +340,6 @@ impl Fetch {
             rows: open.pass.rows() as i32,
             layer: layer as i32,
             most: i32::MAX,
-            unused: 0,
         }
     }
 

@@ -171,7 +171,7 @@ impl Cuda {
         while first < count {
             let p = self.few_parameters(outputs, (input, first), stride, add);
             let left = count - first;
-            // One row or several: what does not fit is as long for all of them.
+            // Where one row fits, fewer rows do at a time; where it does not, none ever does: the way is the same for all.
             let by_spans = match way {
                 Way::Head => self.head_launch(&p, left)?,
                 Way::Spans => self.spans_launch(&p, left)?,

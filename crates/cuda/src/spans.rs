@@ -3,6 +3,7 @@
 use cudarc::driver::DriverError;
 
 use crate::Cuda;
+use crate::driver::Function;
 use crate::few::{FEW, FewMatrix, FewRows, Input, Output, SLACK, SPAN, TILE};
 use crate::sources::has_spans;
 
@@ -216,21 +217,28 @@ fn most_rows<P>(left: usize, launch: impl Fn(usize) -> Option<Launch<P>>) -> Opt
 impl Cuda {
     /// Launches the products of as many of `left` rows as fit into shared memory, and returns how many those are; `None` if not even one does.
     pub(crate) fn spans_launch(&self, p: &FewRows, left: usize) -> Result<Option<usize>, DriverError> {
-        let (p, processors) = (SpanRows::of(p), self.device.processors as usize);
-        let launch = |count| by_spans(&p, count, processors, self.device.shared);
-        let Some((count, Launch { p, grid, shared })) = most_rows(left, launch) else { return Ok(None) };
-        let kernel = if count > SET { &self.kernels.more_spans } else { &self.kernels.few_spans };
-        self.device.launch(kernel, (grid, 1, 1), 32 * WARPS, shared, &p)?;
-        Ok(Some(count))
+        let kernels = [&self.kernels.few_spans, &self.kernels.more_spans];
+        self.launch_most(p, left, (kernels, WARPS), by_spans)
     }
 
     /// As [`Cuda::spans_launch`], of one matrix alone.
     pub(crate) fn head_launch(&self, p: &FewRows, left: usize) -> Result<Option<usize>, DriverError> {
+        let kernels = [&self.kernels.few_head, &self.kernels.more_head];
+        self.launch_most(p, left, (kernels, HEAD_WARPS), by_stages)
+    }
+
+    /// The same of kernels for up to [`SET`] rows and for more.
+    fn launch_most<P: Copy>(
+        &self,
+        p: &FewRows,
+        left: usize,
+        (kernels, warps): ([&Function; 2], usize),
+        launch: impl Fn(&SpanRows, usize, usize, usize) -> Option<Launch<P>>,
+    ) -> Result<Option<usize>, DriverError> {
         let (p, processors) = (SpanRows::of(p), self.device.processors as usize);
-        let launch = |count| by_stages(&p, count, processors, self.device.shared);
+        let launch = |count| launch(&p, count, processors, self.device.shared);
         let Some((count, Launch { p, grid, shared })) = most_rows(left, launch) else { return Ok(None) };
-        let kernel = if count > SET { &self.kernels.more_head } else { &self.kernels.few_head };
-        self.device.launch(kernel, (grid, 1, 1), 32 * HEAD_WARPS, shared, &p)?;
+        self.device.launch(kernels[usize::from(count > SET)], (grid, 1, 1), 32 * warps, shared, &p)?;
         Ok(Some(count))
     }
 }

@@ -8,14 +8,15 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype, CUstream, cuMemcpy2DAsync_v2};
 use cudarc::driver::{DriverError, result};
 
-use crate::driver::{Buffer, Device, Event, Pinned};
+use crate::driver::{Buffer, Device, Event, Pinned, Queue};
 use crate::fetch::{PinnedExperts, Sums};
 use crate::slots::{Lane, Lanes, Rows};
 
-/// A stream for copies, slots, and pinned memory.
+/// A queue of copies, slots, and pinned memory.
 pub(crate) struct GpuLanes {
+    /// Dropped before the memory it uses.
+    copies: Queue,
     device: Arc<Device>,
-    stream: CUstream,
     slots: Buffer,
     pinned: Pinned,
     sums: Option<Sums>,
@@ -39,8 +40,8 @@ impl GpuLanes {
         device.bind()?;
         let slots = device.allocate(bytes)?;
         let pinned = device.pinned(pinned)?;
-        let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
-        Ok(GpuLanes { device: device.clone(), stream, slots, pinned, sums, home })
+        let copies = Queue::new(device)?;
+        Ok(GpuLanes { copies, device: device.clone(), slots, pinned, sums, home })
     }
 
     /// Where the slots begin.
@@ -51,23 +52,12 @@ impl GpuLanes {
     fn stream(&self, lane: Lane) -> CUstream {
         match lane {
             Lane::Compute => self.device.stream,
-            Lane::Copy => self.stream,
+            Lane::Copy => self.copies.stream,
         }
     }
 
     fn run<T>(&self, work: impl FnOnce() -> Result<T, DriverError>) -> io::Result<T> {
         self.device.bind().and_then(|()| work()).map_err(io::Error::other)
-    }
-}
-
-impl Drop for GpuLanes {
-    fn drop(&mut self) {
-        let _ = self.device.bind();
-        // SAFETY: the stream is ours; nothing is enqueued on it any more. Copies read pinned memory until then.
-        unsafe {
-            let _ = result::stream::synchronize(self.stream);
-            let _ = result::stream::destroy(self.stream);
-        }
     }
 }
 
@@ -126,7 +116,7 @@ impl Lanes for GpuLanes {
             Height: rows.count,
         };
         // SAFETY: the rows lie in the slots and in pinned memory, which nobody writes before the copy has passed.
-        self.run(|| unsafe { cuMemcpy2DAsync_v2(&copy, self.stream) }.result())
+        self.run(|| unsafe { cuMemcpy2DAsync_v2(&copy, self.copies.stream) }.result())
     }
 
     fn seconds(&self, from: &Event, to: &Event) -> f64 {
@@ -141,8 +131,8 @@ impl Lanes for GpuLanes {
         let mut out = vec![0; range.len()];
         // SAFETY: the range lies in the slots; the wait keeps `out` in place until it is filled.
         self.run(|| unsafe {
-            result::memcpy_dtoh_async(&mut out, self.slots.at + range.start as u64, self.stream)?;
-            result::stream::synchronize(self.stream)
+            result::memcpy_dtoh_async(&mut out, self.slots.at + range.start as u64, self.copies.stream)?;
+            result::stream::synchronize(self.copies.stream)
         })?;
         Ok(out)
     }
