@@ -347,5 +347,9 @@ mod tests {
         }
         assert!(of(8, 1) >= 8 * 16 * part, "at least sixteen parts are provided for");
         assert_eq!(of(8, 1 << 18), of(8, 1 << 20), "no sequence is longer than the model's context");
+        let mut short = spec.clone();
+        short.context = 1024;
+        let of = |positions| bytes(&short, &Limits { pass_rows: 8, positions, kv: KvType::F16 });
+        assert!(of(512) < of(1024) && of(1024) == of(4096), "as above, where there would be parts for more");
     }
 }
