@@ -35,8 +35,7 @@ const HOT: &[&str] = &[
     "more_spans",
     "few_head",
     "more_head",
-    "experts_up",
-    "experts_down",
+    "few_experts",
 ];
 
 fn main() -> ExitCode {

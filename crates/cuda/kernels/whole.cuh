@@ -16,10 +16,15 @@ DEVICE u32 permute(u32 a, u32 b, u32 select) {
     return out;
 }
 
-/// Stores `entry(i)` of ROWS entries, each in COPIES copies (a multiple of 4), by all threads of a block.
-template <int ROWS, int COPIES_OF, class Entry> DEVICE void fill_copies(u32 *table, Entry entry) {
+/// Threads that fill a table together: how many, and which of them this is.
+struct Threads {
+    int thread, threads;
+};
+
+/// Stores `entry(i)` of ROWS entries, each in COPIES copies (a multiple of 4).
+template <int ROWS, int COPIES_OF, class Entry> DEVICE void fill_copies(u32 *table, Threads by, Entry entry) {
     const int CHUNKS = COPIES_OF / 4;
-    for (int i = threadIdx.x; i < ROWS; i += blockDim.x) {
+    for (int i = by.thread; i < ROWS; i += by.threads) {
         u32 word = entry(i);
 #pragma unroll
         for (int j = 0; j < CHUNKS; j++) ((uint4 *)table)[i * CHUNKS + (j + i) % CHUNKS] = make_uint4(word, word, word, word);
@@ -43,9 +48,9 @@ DEVICE u32 byte_entry(const u32 *table, u32 word, int byte, int second) {
 const int BYTE_TABLES = 256 * 2 * ALL_COPIES * 4; // bytes
 
 /// Stores `first(i)` and `second(i)` there.
-template <class First, class Second> DEVICE void fill_bytes(u32 *table, First first, Second second) {
+template <class First, class Second> DEVICE void fill_bytes(u32 *table, Threads by, First first, Second second) {
     const int CHUNKS = ALL_COPIES / 4;
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) {
+    for (int i = by.thread; i < 256; i += by.threads) {
         u32 words[2] = {first(i), second(i)};
 #pragma unroll
         for (int j = 0; j < 2 * CHUNKS; j++) {
@@ -90,7 +95,7 @@ struct WholeBase {
     static const int TABLE = 0; // bytes
     static const bool MIN = false;
     static const int HALVES = 1; // of a run, with scales of their own
-    DEVICE void fill_table(u32 *) {}
+    DEVICE void fill_table(u32 *, Threads) {}
 };
 
 template <class T> struct Whole;
@@ -149,8 +154,8 @@ template <> struct Whole<Q4_1> : Nibbles<4, 0, 0, TwoFactors<-1>> {};
 template <> struct Whole<Q5_1> : Nibbles<8, 4, 0, TwoFactors<-1>> {};
 
 /// Pairs of sixteen values, a byte each: entry a + 16 b.
-template <class Value> DEVICE void fill_byte_pairs(u32 *table, const Value *values) {
-    fill_copies<256, ALL_COPIES>(table, [&](int i) { return (u32)(u8)values[i % 16] | (u32)(u8)values[i / 16] << 8; });
+template <class Value> DEVICE void fill_byte_pairs(u32 *table, Threads by, const Value *values) {
+    fill_copies<256, ALL_COPIES>(table, by, [&](int i) { return (u32)(u8)values[i % 16] | (u32)(u8)values[i / 16] << 8; });
 }
 
 /// Nibbles of 16 bytes in a table of pairs of values.
@@ -170,12 +175,12 @@ template <class Factors> struct Uneven : Factors {
 };
 
 template <> struct Whole<IQ4_NL> : Uneven<OneFactor> {
-    DEVICE void fill_table(u32 *table) { fill_byte_pairs(table, IQ4_NL_VALUES); }
+    DEVICE void fill_table(u32 *table, Threads by) { fill_byte_pairs(table, by, IQ4_NL_VALUES); }
     DEVICE void open(const u8 *block, u32, Run &run) { words_at<4>(block + 2, run.words); }
 };
 
 template <> struct Whole<IQ4_XS> : Uneven<OneFactor> {
-    DEVICE void fill_table(u32 *table) { fill_byte_pairs(table, IQ4_NL_VALUES); }
+    DEVICE void fill_table(u32 *table, Threads by) { fill_byte_pairs(table, by, IQ4_NL_VALUES); }
     DEVICE void open(const u8 *block, u32 r, Run &run) {
         run.scales[0] = (int)(nibble(block + 4, r) | (half_word(block, 2) >> (2 * r) & 3) << 4) - 32;
         words_at<4>(block + 8 + 16 * r, run.words);
@@ -183,7 +188,7 @@ template <> struct Whole<IQ4_XS> : Uneven<OneFactor> {
 };
 
 template <> struct Whole<MXFP4> : Uneven<WholeBase> {
-    DEVICE void fill_table(u32 *table) { fill_byte_pairs(table, MXFP4_VALUES); }
+    DEVICE void fill_table(u32 *table, Threads by) { fill_byte_pairs(table, by, MXFP4_VALUES); }
     DEVICE void factors(const u8 *block, float &scale, float &) {
         u32 e = block[0];
         scale = __uint_as_float(e < 2 ? 1u << (21 + e) : (e - 1) << 23);
@@ -291,9 +296,9 @@ DEVICE void signed_magnitudes(u32 nibbles, u32 out[2]) { chosen_bytes(0x002b1908
 template <int ROWS, int SIGNS, int ROW_COPIES, int SIGN_COPIES> struct WholeIq2 : WholeBase {
     static const int TABLE = (ROWS * ROW_COPIES + SIGNS * SIGN_COPIES) * 4;
     typedef Fields Run;
-    DEVICE void fill(u32 *table, const u64 *grid) {
-        fill_copies<ROWS, ROW_COPIES>(table, [&](int i) { return magnitude_nibbles(grid[i]); });
-        fill_copies<SIGNS, SIGN_COPIES>(table + ROWS * ROW_COPIES,
+    DEVICE void fill(u32 *table, Threads by, const u64 *grid) {
+        fill_copies<ROWS, ROW_COPIES>(table, by, [&](int i) { return magnitude_nibbles(grid[i]); });
+        fill_copies<SIGNS, SIGN_COPIES>(table + ROWS * ROW_COPIES, by,
                                         [&](int i) { return spread_nibbles(SIGNS == 128 ? even_signs(i) : i) << 2; });
     }
     /// Bits `at` of `index` and `sign_at` of `signs` on.
@@ -309,8 +314,8 @@ template <int ROWS, int SIGNS, int ROW_COPIES, int SIGN_COPIES> struct WholeIq2 
 template <> struct Whole<IQ2_XXS> : WholeBase {
     static const int TABLE = BYTE_TABLES;
     typedef Fields Run;
-    DEVICE void fill_table(u32 *table) {
-        fill_bytes(table, [&](int i) { return magnitude_nibbles(IQ2_XXS_GRID[i]); }, [&](int i) { return spread_nibbles(even_signs(i & 127)) << 2; });
+    DEVICE void fill_table(u32 *table, Threads by) {
+        fill_bytes(table, by, [&](int i) { return magnitude_nibbles(IQ2_XXS_GRID[i]); }, [&](int i) { return spread_nibbles(even_signs(i >> 1)) << 2; });
     }
     DEVICE void factors(const u8 *block, float &scale, float &) { scale = half_at(block, 0) * 0.125f; }
     DEVICE void open(const u8 *block, u32 r, Run &run) {
@@ -320,13 +325,13 @@ template <> struct Whole<IQ2_XXS> : WholeBase {
         run.scales[0] = words[1] >> 27 | 1;
     }
     DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
-        signed_magnitudes(byte_entry(table, run.rows[0], t, 0) + byte_entry(table, run.signs >> (7 * t), 0, 1), out);
+        signed_magnitudes(byte_entry(table, run.rows[0], t, 0) + byte_entry(table, run.signs << (25 - 7 * t), 3, 1), out);
     }
 };
 
 template <> struct Whole<IQ2_XS> : WholeIq2<512, 128, HALF_COPIES, ALL_COPIES> {
     static const int HALVES = 2;
-    DEVICE void fill_table(u32 *table) { fill(table, IQ2_XS_GRID); }
+    DEVICE void fill_table(u32 *table, Threads by) { fill(table, by, IQ2_XS_GRID); }
     DEVICE void open(const u8 *block, u32 r, Run &run) {
         u32 scales = block[66 + r];
         words_at<2>(block + 2 + 8 * r, run.rows);
@@ -339,7 +344,7 @@ template <> struct Whole<IQ2_XS> : WholeIq2<512, 128, HALF_COPIES, ALL_COPIES> {
 
 template <> struct Whole<IQ2_S> : WholeIq2<1024, 256, QUARTER_COPIES, HALF_COPIES> {
     static const int HALVES = 2;
-    DEVICE void fill_table(u32 *table) { fill(table, IQ2_S_GRID); }
+    DEVICE void fill_table(u32 *table, Threads by) { fill(table, by, IQ2_S_GRID); }
     DEVICE void open(const u8 *block, u32 r, Run &run) {
         u32 scales = block[74 + r];
         run.rows[0] = word(block, 2 + 4 * r), run.rows[1] = block[66 + r], run.signs = word(block, 34 + 4 * r);
@@ -359,8 +364,8 @@ DEVICE void signed_pair(u32 first, u32 second, u32 signs, u32 out[2]) {
 template <> struct Whole<IQ3_XXS> : WholeBase {
     static const int TABLE = BYTE_TABLES;
     typedef Fields Run;
-    DEVICE void fill_table(u32 *table) {
-        fill_bytes(table, [&](int i) { return IQ3_XXS_GRID[i]; }, [&](int i) { return spread_bytes(even_signs(i & 127)); });
+    DEVICE void fill_table(u32 *table, Threads by) {
+        fill_bytes(table, by, [&](int i) { return IQ3_XXS_GRID[i]; }, [&](int i) { return spread_bytes(even_signs(i >> 1)); });
     }
     DEVICE void factors(const u8 *block, float &scale, float &) { scale = half_at(block, 0) * 0.25f; }
     DEVICE void open(const u8 *block, u32 r, Run &run) {
@@ -369,7 +374,7 @@ template <> struct Whole<IQ3_XXS> : WholeBase {
         run.scales[0] = run.signs >> 27 | 1;
     }
     DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
-        u32 both = run.rows[t / 2], signs = byte_entry(table, run.signs >> (7 * t), 0, 1);
+        u32 both = run.rows[t / 2], signs = byte_entry(table, run.signs << (25 - 7 * t), 3, 1);
         signed_pair(byte_entry(table, both, t % 2 * 2, 0), byte_entry(table, both, t % 2 * 2 + 1, 0), signs, out);
     }
 };
@@ -380,8 +385,8 @@ template <> struct Whole<IQ3_S> : OneFactor {
         u32 rows[2], signs, ninth;
         int scales[2], mins[2];
     };
-    DEVICE void fill_table(u32 *table) {
-        fill_copies<512, HALF_COPIES>(table, [&](int i) { return IQ3_S_GRID[i]; });
+    DEVICE void fill_table(u32 *table, Threads by) {
+        fill_copies<512, HALF_COPIES>(table, by, [&](int i) { return IQ3_S_GRID[i]; });
     }
     DEVICE void open(const u8 *block, u32 r, Run &run) {
         words_at<2>(block + 2 + 8 * r, run.rows);
@@ -399,8 +404,8 @@ template <> struct Whole<IQ3_S> : OneFactor {
 struct WholeIq1 : WholeBase {
     static const int TABLE = 2048 * 4 * 4;
     typedef Fields Run;
-    DEVICE void fill_table(u32 *table) {
-        fill_copies<2048, 4>(table, [&](int i) {
+    DEVICE void fill_table(u32 *table, Threads by) {
+        fill_copies<2048, 4>(table, by, [&](int i) {
             u32 low = (u32)IQ1_GRID[i], high = (u32)(IQ1_GRID[i] >> 32);
             return nibbles_of(low & 0x03030303u, high & 0x03030303u);
         });

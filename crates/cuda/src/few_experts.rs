@@ -6,84 +6,83 @@ use crate::Cuda;
 use crate::few::{FEW, FewExperts, SLACK, SPAN, TILE};
 use crate::moe::{Done, Gates, Mask};
 use crate::open::Open;
-use crate::sources::{few_window, whole_table_bytes};
+use crate::sources::whole_table_bytes;
 use crate::weights::{Experts, Triplet};
 
+/// Parameters of `few_experts`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct ExpertsUp {
+struct Single {
     mask: Mask,
     gate: FewExperts,
     up: FewExperts,
+    down: FewExperts,
+    shared: FewExperts,
     logits: u64,
     x: u64,
     ids: u64,
     weights: u64,
     order: u64,
-    out: u64,
+    inner: u64,
     shared_gate: u64,
     shared_up: u64,
-    shared_out: u64,
+    share: u64,
+    sum: u64,
+    hidden: u64,
+    meeting: u64,
     width: i32,
     cols: i32,
     experts: i32,
     used: i32,
-    logits_stride: i32,
+    gates_stride: i32,
     count: i32,
     shared_cols: i32,
-    stages: i32,
-    stage_bytes: i32,
-    table_at: [i32; 2],
-    planes_at: i32,
-    keys_at: i32,
-    room_at: i32,
-    stages_at: i32,
-    unused: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ExpertsDown {
-    mask: Mask,
-    down: FewExperts,
-    shared: FewExperts,
-    x: u64,
-    shared_x: u64,
-    share: u64,
-    ids: u64,
-    order: u64,
-    weights: u64,
-    sum: u64,
-    hidden: u64,
-    rows: i32,
-    cols: i32,
-    used: i32,
-    shared_cols: i32,
-    share_stride: i32,
-    count: i32,
     first: i32,
     last: i32,
-    stages: i32,
-    stage_bytes: i32,
-    table_at: [i32; 2],
-    room_at: i32,
-    shared_at: i32,
-    stages_at: i32,
-    shared_bytes: i32,
+    layout: Layout,
 }
 
-/// Warps that share the columns of an item of `experts_up`, and items at a time in a block of it, at most.
+/// Where everything lies in a block's shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+struct Layout {
+    groups: i32,
+    slots: i32,
+    down_slots: i32,
+    slot_bytes: i32,
+    high_at: i32,
+    down_bytes: i32,
+    table_at: [i32; 4],
+    planes_at: i32,
+    scratch_at: i32,
+    sums_at: i32,
+    items_at: i32,
+    shared_at: i32,
+    down_at: i32,
+    slots_at: i32,
+}
+
+/// What a layout depends on.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    /// Of gate, up, down, and the shared expert's down matrix.
+    types: [Type; 4],
+    /// Rows of x, and numbers of one.
+    rows: usize,
+    cols: usize,
+    /// Inner numbers of an expert, and of the shared one.
+    width: usize,
+    shared_cols: usize,
+    experts: usize,
+    used: usize,
+}
+
+/// Warps that share the columns of an item of gate and up, and items at a time in a block, at most.
 const PARTS: usize = 4;
-const GROUPS: usize = 5;
+const MOST_GROUPS: usize = 5;
 
-/// Bytes of the sums of a round of their items, and of what those are.
-const ROUND_BYTES: usize = 8 * (PARTS * TILE + 1) * 4;
-
-/// Rows of x of such a block, at most.
-const ROWS_OF_BLOCK: usize = 8;
-
-/// Warps of a block of `experts_down`, at most.
-const DOWN_WARPS: usize = 22;
+/// Slots of a group, at most.
+const MOST_SLOTS: usize = 4;
 
 /// Bytes of planes of a span of x.
 const PLANES: usize = 544;
@@ -91,23 +90,74 @@ const PLANES: usize = 544;
 /// Bytes of zeros that shared memory begins with.
 const ZEROS: usize = 256;
 
-/// Shared memory of a block beside what is asked for: the kernels' own, and the system's.
-const STATIC: usize = 8 << 10;
+/// Shared memory of a block beside what is asked for: the kernel's own, and the system's.
+const STATIC: usize = 7 << 10;
 
-/// Bytes of where a step's rows come from, and of what it is.
-const ROWS_BYTES: usize = 144;
-
-/// Bytes of `rows` rows of `spans` spans in shared memory; plain numbers are read where they lie.
-fn staged(ty: Type, rows: usize, spans: usize) -> usize {
-    if ty.block_len() == 1 { 0 } else { rows * few_window(ty.bytes(spans * SPAN).expect("whole blocks")) }
+/// Bytes of `rows` neighbouring rows of `cols` weights in whole words of 16; plain numbers are read where they lie.
+fn lines(ty: Type, rows: usize, cols: usize) -> usize {
+    match ty.block_len() {
+        1 => 0,
+        _ => (15 + rows * ty.bytes(cols).expect("rows are whole blocks")).next_multiple_of(16),
+    }
 }
 
-/// Where tables of two types lie, and where they end.
-fn tables(first: Type, second: Type, shared: usize) -> ([i32; 2], usize) {
-    let end = ZEROS + whole_table_bytes(first, shared);
-    let (second_at, end) =
-        if first == second { (ZEROS, end) } else { (end, end + whole_table_bytes(second, shared)) };
-    ([ZEROS as i32, second_at as i32], end)
+impl Shape {
+    /// The layout in `shared` bytes on a GPU of so many multiprocessors, and what it takes.
+    fn layout(&self, shared: usize, processors: usize) -> (Layout, usize) {
+        let items = self.rows * self.used * self.width.div_ceil(8);
+        let of_block = items.div_ceil(processors);
+        // One round of all groups needs no second slot.
+        let enough = |groups: usize| of_block.div_ceil(groups).min(MOST_SLOTS);
+        let mut ways = (1..=MOST_GROUPS).rev().flat_map(|groups| (1..=enough(groups)).rev().map(move |slots| (groups, slots)));
+        // Two slots a group, unless one is enough; all groups before that.
+        let found = ways.find(|&(groups, slots)| {
+            slots >= enough(groups).min(2) && self.place(groups, slots, shared).1 + STATIC <= shared
+        });
+        let (groups, slots) = found.unwrap_or((1, 1));
+        self.place(groups, slots, shared)
+    }
+
+    fn place(&self, groups: usize, slots: usize, shared: usize) -> (Layout, usize) {
+        let [gate, up, down, of_shared] = self.types;
+        let table = |ty: Type| whole_table_bytes(ty, shared);
+        let second = if gate == up { 0 } else { table(gate) };
+        let up_at = ZEROS + second;
+        let tables = (second + table(up)).max(table(down));
+        let shared_table = if table(of_shared) == 0 { 0 } else { ZEROS + tables };
+        let planes_at = ZEROS + tables + table(of_shared);
+        let scratch_at = planes_at + self.cols.div_ceil(SPAN) * PLANES;
+        let warps = PARTS * groups;
+        let sums_at = scratch_at + (warps + 1) * PLANES;
+        let steps = self.used * self.width.div_ceil(SPAN) + self.shared_cols.div_ceil(SPAN);
+        let keys = 4 * self.rows * self.experts;
+        let items_at = (sums_at + 4 * self.rows * steps * TILE).max(scratch_at + keys).next_multiple_of(16);
+        let shared_at = items_at + groups * 2 * PARTS * TILE * 4;
+        let down_at = shared_at + lines(of_shared, TILE, self.shared_cols);
+        let down_bytes = lines(down, TILE, self.width);
+        let down_groups = warps / self.width.div_ceil(SPAN).min(2);
+        let slots_at = down_at + down_groups * down_bytes;
+        let high_at = lines(gate, 8, self.cols);
+        let slot_bytes = high_at + lines(up, 8, self.cols);
+        let all = groups * slots * slot_bytes;
+        let down_slots = 1 + (all / (down_groups * down_bytes).max(1)).min(MOST_SLOTS - 1);
+        let layout = Layout {
+            groups: groups as i32,
+            slots: slots as i32,
+            down_slots: down_slots as i32,
+            slot_bytes: slot_bytes as i32,
+            high_at: high_at as i32,
+            down_bytes: down_bytes as i32,
+            table_at: [ZEROS, up_at, ZEROS, shared_table].map(|at| at as i32),
+            planes_at: planes_at as i32,
+            scratch_at: scratch_at as i32,
+            sums_at: sums_at as i32,
+            items_at: items_at as i32,
+            shared_at: shared_at as i32,
+            down_at: down_at as i32,
+            slots_at: slots_at as i32,
+        };
+        (layout, slots_at + all + SLACK)
+    }
 }
 
 impl Cuda {
@@ -115,16 +165,13 @@ impl Cuda {
     pub(crate) fn experts_single(
         &mut self,
         open: &mut Open,
-        (layer, [gate, up, down]): (usize, Triplet),
+        (layer, triplet): (usize, Triplet),
         (mask, last): (Mask, bool),
     ) -> Done {
-        let (rows, width) = (open.pass.rows(), gate.rows);
-        let moe = self.model.spec.moe.clone();
+        let (rows, width) = (open.pass.rows(), triplet[0].rows);
+        let used = self.model.spec.moe.used;
         let shared = self.weights.dense.layers[layer].moe.shared_down;
-        let inner =
-            self.scratch.inner.take(&self.device.clone(), 4 * rows * (moe.used * width + shared.cols))?;
-        let shared_inner = inner + 4 * (rows * moe.used * width) as u64;
-        self.few_experts_up(open, (gate, up), mask, (inner, shared_inner, shared.cols))?;
+        let inner = self.scratch.inner.take(&self.device.clone(), 4 * rows * used * width)?;
         let shared = Experts {
             ty: shared.ty,
             rows: shared.rows,
@@ -135,131 +182,72 @@ impl Cuda {
         };
         let first = !open.summed;
         open.summed = true;
-        self.few_experts_down(open, (down, shared), mask, (inner, shared_inner), (first, last))
+        for row in (0..rows).step_by(FEW) {
+            let count = FEW.min(rows - row);
+            self.few_experts_rows(open, (triplet, shared), (row, count), inner, (mask, first, last))?;
+        }
+        Ok(())
     }
 
-    fn few_experts_up(
+    /// The same of `count` rows from `row` on.
+    fn few_experts_rows(
         &self,
         open: &Open,
-        (gate, up): (Experts, Experts),
-        mask: Mask,
-        (out, shared_out, shared_cols): (u64, u64, usize),
+        ([gate, up, down], shared): (Triplet, Experts),
+        (row, count): (usize, usize),
+        inner: u64,
+        (mask, first, last): (Mask, bool, bool),
     ) -> Done {
-        let (spec, rows, buffers) = (&self.model.spec, open.pass.rows(), &open.buffers);
-        let (used, cols, width) = (spec.moe.used, spec.hidden, gate.rows);
-        let columns = Gates::of(spec, shared_cols);
-        let of_row = width.div_ceil(8) * used;
-        let items = of_row * rows;
-        let (table_at, planes_at) = tables(gate.ty, up.ty, self.target.shared);
-        let spans = cols.div_ceil(SPAN * PARTS);
-        let planes = PARTS * spans * PLANES;
-        let stage_bytes = ROWS_BYTES + staged(gate.ty, 8, spans) + staged(up.ty, 8, spans);
+        let (spec, buffers) = (&self.model.spec, &open.buffers);
+        let columns = Gates::of(spec, shared.cols);
+        let (used, hidden) = (spec.moe.used, spec.hidden);
+        let gates = buffers.gates.at() + 4 * (row * columns.stride) as u64;
+        let chosen = 4 * (row * used) as u64;
+        let rows = 4 * (row * hidden) as u64;
+        let shape = Shape {
+            types: [gate.ty, up.ty, down.ty, shared.ty],
+            rows: count,
+            cols: hidden,
+            width: gate.rows,
+            shared_cols: shared.cols,
+            experts: spec.moe.experts,
+            used,
+        };
         let processors = self.device.processors as usize;
-        // Neighbouring items, of not more rows than a block can choose for.
-        let rows_of_block = |groups: usize| {
-            let each = items.div_ceil(processors).max(groups);
-            ROWS_OF_BLOCK.min(PARTS * groups).min(rows).min((each - 1) / of_row + 2)
-        };
-        let keys_bytes = |groups: usize| (4 * rows_of_block(groups) * spec.moe.experts).next_multiple_of(16);
-        let needed = |groups: usize, stages: usize| {
-            planes_at
-                + groups * (planes + ROUND_BYTES + PARTS * stages * stage_bytes)
-                + keys_bytes(groups)
-                + SLACK
-        };
-        let fits = |groups: usize, stages: usize| needed(groups, stages) + STATIC <= self.device.shared;
-        let most = GROUPS.min(items.div_ceil(processors));
-        let groups = (1..=most).rev().find(|&groups| fits(groups, 2)).unwrap_or(1);
-        let stages = if fits(groups, 3) { 3 } else { 2 };
-        // A block that can choose for all rows can take any number of items.
-        let of_block = rows_of_block(groups);
-        let limit = if of_block == rows { items } else { ((of_block - 1) * of_row).max(groups) };
-        let blocks = items.div_ceil(groups).min(processors).max(items.div_ceil(limit));
-        let keys_at = planes_at + groups * planes;
-        let room_at = keys_at + keys_bytes(groups);
-        let p = ExpertsUp {
+        let (layout, bytes) = shape.layout(self.device.shared, processors);
+        let p = Single {
             mask,
             gate: self.few_experts(gate),
             up: self.few_experts(up),
-            logits: buffers.gates.at(),
-            x: buffers.rounded.at(),
-            ids: buffers.ids.at(),
-            weights: buffers.weights.at(),
-            order: buffers.order.at(),
-            out,
-            shared_gate: buffers.gates.at() + 4 * columns.gate as u64,
-            shared_up: buffers.gates.at() + 4 * columns.up as u64,
-            shared_out,
-            width: width as i32,
-            cols: cols as i32,
-            experts: spec.moe.experts as i32,
-            used: used as i32,
-            logits_stride: columns.stride as i32,
-            count: rows as i32,
-            shared_cols: shared_cols as i32,
-            stages: stages as i32,
-            stage_bytes: stage_bytes as i32,
-            table_at,
-            planes_at: planes_at as i32,
-            keys_at: keys_at as i32,
-            room_at: room_at as i32,
-            stages_at: (room_at + groups * ROUND_BYTES) as i32,
-            unused: 0,
-        };
-        let (kernel, threads) = (&self.kernels.experts_up, 32 * PARTS * groups);
-        self.device.launch(kernel, (blocks, 1, 1), threads, needed(groups, stages), &p)
-    }
-
-    fn few_experts_down(
-        &self,
-        open: &Open,
-        (down, shared): (Experts, Experts),
-        mask: Mask,
-        (x, shared_x): (u64, u64),
-        (first, last): (bool, bool),
-    ) -> Done {
-        let (spec, rows, buffers) = (&self.model.spec, open.pass.rows(), &open.buffers);
-        let columns = Gates::of(spec, shared.cols);
-        let steps = spec.moe.used * down.cols.div_ceil(SPAN) + shared.cols.div_ceil(SPAN);
-        let (table_at, room_at) = tables(down.ty, shared.ty, self.target.shared);
-        let shared_at = room_at + 4 * rows.min(FEW) * steps * TILE;
-        let shared_bytes = ROWS_BYTES + staged(shared.ty, TILE, 1);
-        let stages_at = shared_at + shared.cols.div_ceil(SPAN) * shared_bytes;
-        let stage_bytes = ROWS_BYTES + staged(down.ty, TILE, 1) + 4 * SPAN;
-        let needed = |warps: usize, stages: usize| stages_at + warps * stages * stage_bytes + SLACK;
-        let fits = |warps: usize, stages: usize| needed(warps, stages) + STATIC <= self.device.shared;
-        let most = DOWN_WARPS.min(steps);
-        let warps = (1..=most).rev().find(|&warps| fits(warps, 2)).unwrap_or(1);
-        let stages = if fits(warps, 3) { 3 } else { 2 };
-        let p = ExpertsDown {
-            mask,
             down: self.few_experts(down),
             shared: self.few_experts(shared),
-            x,
-            shared_x,
-            share: buffers.gates.at() + 4 * columns.share as u64,
-            ids: buffers.ids.at(),
-            order: buffers.order.at(),
-            weights: buffers.weights.at(),
-            sum: buffers.sum.at(),
-            hidden: buffers.hidden.at(),
-            rows: spec.hidden as i32,
-            cols: down.cols as i32,
-            used: spec.moe.used as i32,
+            logits: gates,
+            x: buffers.rounded.at() + rows / 2,
+            ids: buffers.ids.at() + chosen,
+            weights: buffers.weights.at() + chosen,
+            order: buffers.order.at() + chosen,
+            inner,
+            shared_gate: gates + 4 * columns.gate as u64,
+            shared_up: gates + 4 * columns.up as u64,
+            share: gates + 4 * columns.share as u64,
+            sum: buffers.sum.at() + rows,
+            hidden: buffers.hidden.at() + rows,
+            meeting: self.meeting.at,
+            width: gate.rows as i32,
+            cols: hidden as i32,
+            experts: spec.moe.experts as i32,
+            used: used as i32,
+            gates_stride: columns.stride as i32,
+            count: count as i32,
             shared_cols: shared.cols as i32,
-            share_stride: columns.stride as i32,
-            count: rows as i32,
             first: i32::from(first),
             last: i32::from(last),
-            stages: stages as i32,
-            stage_bytes: stage_bytes as i32,
-            table_at,
-            room_at: room_at as i32,
-            shared_at: shared_at as i32,
-            stages_at: stages_at as i32,
-            shared_bytes: shared_bytes as i32,
+            layout,
         };
-        let grid = (spec.hidden.div_ceil(TILE), rows.div_ceil(FEW), 1);
-        self.device.launch(&self.kernels.experts_down, grid, 32 * warps, needed(warps, stages), &p)
+        // All blocks have to be there at once: they meet.
+        let items = count * used * gate.rows.div_ceil(8);
+        let blocks = processors.min(items.max(hidden.div_ceil(TILE)));
+        let threads = 32 * (PARTS * layout.groups as usize + 1);
+        self.device.launch(&self.kernels.few_experts, (blocks, 1, 1), threads, bytes, &p)
     }
 }

@@ -66,8 +66,7 @@ pub(crate) struct Kernels {
     pub(crate) more_spans: Function,
     pub(crate) few_head: Function,
     pub(crate) more_head: Function,
-    pub(crate) experts_up: Function,
-    pub(crate) experts_down: Function,
+    pub(crate) few_experts: Function,
     /// Types by the numbers the kernels of few rows know them by.
     pub(crate) few_types: Vec<Type>,
     /// Of GPUs that have them.
@@ -165,8 +164,7 @@ impl Kernels {
             more_spans: early(&few, "more_spans")?,
             few_head: early(&few, "few_head")?,
             more_head: early(&few, "more_head")?,
-            experts_up: early(&few, "experts_up")?,
-            experts_down: early(&few, "experts_down")?,
+            few_experts: early(&few, "few_experts")?,
             few_types,
             dense: dense.as_ref().map(|module| DenseKernels::new(module, target)).transpose()?,
             weights,

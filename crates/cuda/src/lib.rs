@@ -121,6 +121,8 @@ pub struct Cuda {
     arenas: Vec<Arc<Arena<GpuLanes>>>,
     /// Slots that the GPU fills by itself.
     fetch: Option<Fetch>,
+    /// Where blocks of `few_experts` meet: two numbers.
+    meeting: driver::Buffer,
     kernels: Kernels,
     target: Target,
     device: Arc<Device>,
@@ -164,6 +166,8 @@ impl Cuda {
         let kernels = Kernels::new(&device, &target, whole, (limits.kv, options.decode_experts))?;
         let weights = DeviceWeights::new(&device, &model, weights, options.slots.is_none())?;
         let state = DeviceState::new(&device, &model.spec, limits.kv, limits.positions);
+        let meeting = device.allocate(8).map_err(failed("meeting"))?;
+        device.zero(meeting.at, 8).map_err(failed("meeting"))?;
         let capabilities = Capabilities {
             name: "cuda",
             variant: format!("{} {}", target.arch, device.name),
@@ -190,6 +194,7 @@ impl Cuda {
             whole: options.slots.is_none(),
             arenas: Vec::new(),
             fetch: None,
+            meeting,
             kernels,
             target,
             device,
