@@ -57,19 +57,40 @@ struct Choice {
     u64 barriers[MOST_GROUPS * MOST_SLOTS + MOST_DOWN * MOST_SLOTS + 1];
     int odd[MOST_GROUPS * MOST_SLOTS][2];   // bytes from where a copy begins to what it brings
     int down_odd[MOST_DOWN * MOST_SLOTS];
+    const u8 *plain[PARTS * MOST_GROUPS + 1][6]; // of each warp, plain matrices of both halves; the first one, then the second one, as both
 };
 
 /// How a block's warps share the work.
 struct Team {
-    int lane, warp, warps;                  // warps: but for the last one, of the shared expert
-    int tiles, pairs;                       // items of an expert of a row; experts of all rows
+    int lane, warp, warps;      // warps: but for the last one, of the shared expert
+    int group, part;            // of gate and up
+    int first, end;             // this block's items
+    int down_group, down_part;
 
     DEVICE Team of(const FewExperts &p) {
         Team team;
         team.lane = threadIdx.x % 32, team.warp = threadIdx.x / 32, team.warps = blockDim.x / 32 - 1;
-        team.tiles = (p.width + 7) / 8, team.pairs = p.count * p.used;
+        team.group = team.warp / PARTS, team.part = team.warp % PARTS;
+        u32 all = items_of(p) * p.count * p.used;
+        team.first = blockIdx.x * all / gridDim.x, team.end = (blockIdx.x + 1) * all / gridDim.x;
+        bool two = down_parts(p) == 2;
+        team.down_group = two ? team.warp / 2 : team.warp, team.down_part = two ? team.warp % 2 : 0;
         return team;
     }
+
+    /// Items of an expert of a row.
+    DEVICE int items_of(const FewExperts &p) { return (p.width + 7) / 8; }
+
+    /// Spans of inner numbers, those of the shared expert, products of a tile of down with a row, and such tiles.
+    DEVICE int spans(const FewExperts &p) { return spans_of(p.width); }
+    DEVICE int shared_spans(const FewExperts &p) { return p.first ? spans_of(p.shared_cols) : 0; }
+    DEVICE int steps(const FewExperts &p) { return p.used * spans(p) + shared_spans(p); }
+    DEVICE int tiles(const FewExperts &p) { return (p.cols + TILE - 1) / TILE; }
+
+    /// Warps that share the spans of a tile, groups of them, and how many pairs each has at most.
+    DEVICE int down_parts(const FewExperts &p) { return min(2, spans(p)); }
+    DEVICE int down_groups(const FewExperts &p) { return PARTS * p.groups / down_parts(p); }
+    DEVICE int down_each(const FewExperts &p) { return (p.count * p.used + down_groups(p) - 1) / down_groups(p); }
 };
 
 DEVICE u32 barrier_of(const Choice &choice, int i) { return shared_address(choice.barriers + i); }
@@ -88,7 +109,7 @@ struct Lines {
         const u8 *from = matrix + (long)first * e.row_bytes;
         Lines lines;
         lines.odd = (int)(u64)from & 15;
-        lines.from = from - lines.odd, lines.bytes = e.plain ? 0 : (lines.odd + count * e.row_bytes + 15) & ~15;
+        lines.from = from - lines.odd, lines.bytes = e.plain || count == 0 ? 0 : (lines.odd + count * e.row_bytes + 15) & ~15;
         return lines;
     }
 };
@@ -118,32 +139,68 @@ DEVICE void begin_copies(u32 barrier, u32 to, const Lines &a, u32 second_to, con
 #endif
 }
 
-/// Goes through a block's items, those of one group: the item, its pair and tile.
-struct Items {
-    int item, pair, tile;
+/// What a group multiplies next: a pair and 8 of its inner numbers, or a tile of 16 outputs. Those of experts that this wave has not
+/// are gone through as well, with nothing to copy.
+struct Work {
+    int pair, tile;
+    u32 expert;
 
-    DEVICE Items at(int item, const Team &team) {
-        Items items = {item, item / team.tiles, 0};
-        items.tile = item - items.pair * team.tiles;
-        return items;
+    DEVICE Work of_item(const FewExperts &p, const Choice &choice, int item) {
+        Work work;
+        work.pair = small_quotient(item, Team::items_of(p)), work.tile = item - work.pair * Team::items_of(p);
+        work.expert = choice.pairs[work.pair];
+        return work;
     }
 
-    /// Steps `by` items on, over those of experts that this wave has not.
-    DEVICE void step(Items &items, int by, int end, const Team &team, const Choice &choice) {
-        do {
-            items.item += by, items.tile += by;
-            while (items.tile >= team.tiles) items.tile -= team.tiles, items.pair++;
-        } while (items.item < end && choice.pairs[items.pair] == NOTHING);
+    /// Step `step` of this warp's group.
+    DEVICE Work of_step(const FewExperts &p, const Team &team, const Choice &choice, int step) {
+        int each = Team::down_each(p), turn = small_quotient(step, each);
+        Work work;
+        work.tile = blockIdx.x + turn * gridDim.x, work.pair = team.down_group + (step - turn * each) * Team::down_groups(p);
+        bool exists = work.pair < p.count * p.used && work.tile < Team::tiles(p);
+        work.expert = exists ? choice.pairs[work.pair] : NOTHING;
+        return work;
     }
 };
 
 /// Begins to copy an item's rows of gate and up to a slot, by a warp.
-DEVICE void bring_item(const FewExperts &p, Choice &choice, const Items &items, u32 shared, int slot) {
-    u32 expert = choice.pairs[items.pair], to = shared + p.slots_at + slot * p.slot_bytes;
-    int first = items.tile * 8, count = min(8, p.width - first);
+DEVICE void bring_item(const FewExperts &p, Choice &choice, int item, u32 shared, int slot) {
+    Work work = Work::of_item(p, choice, item);
+    int first = work.tile * 8, count = work.expert == NOTHING ? 0 : min(8, p.width - first);
+    u32 expert = count ? work.expert : 0, to = shared + p.slots_at + slot * p.slot_bytes;
     Lines gate = Lines::of(p.gate, matrix_of(p.gate, expert), first, count), up = Lines::of(p.up, matrix_of(p.up, expert), first, count);
     if (threadIdx.x % 32 == 0) choice.odd[slot][0] = gate.odd, choice.odd[slot][1] = up.odd;
     begin_copies(barrier_of(choice, slot), to, gate, to + p.high_at, up);
+}
+
+/// The slot of a step of down: the first one of each group by itself, others where gate and up have been.
+struct DownSlot {
+    int slot, at;
+
+    DEVICE DownSlot of(const FewExperts &p, const Team &team, int step) {
+        int turn = step % p.down_slots;
+        DownSlot out;
+        out.slot = team.down_group * p.down_slots + turn;
+        out.at = turn == 0 ? p.down_at + team.down_group * p.down_bytes
+                           : p.slots_at + (team.down_group * (p.down_slots - 1) + turn - 1) * p.down_bytes;
+        return out;
+    }
+};
+
+/// Begins to copy a tile of an expert's down matrix, by a warp.
+DEVICE void bring_step(const FewExperts &p, const Team &team, Choice &choice, int step, u32 shared) {
+    DownSlot slot = DownSlot::of(p, team, step);
+    Work work = Work::of_step(p, team, choice, step);
+    int first = work.tile * TILE, count = work.expert == NOTHING ? 0 : min(TILE, p.cols - first);
+    Lines lines = Lines::of(p.down, matrix_of(p.down, count ? work.expert : 0), first, count), none = {0, 0, 0};
+    if (threadIdx.x % 32 == 0) choice.down_odd[slot.slot] = lines.odd;
+    begin_copies(barrier_of(choice, DOWN_BARRIERS + slot.slot), shared + slot.at, lines, 0, none);
+}
+
+/// Begins to copy a tile of the shared expert.
+DEVICE void bring_shared(const FewExperts &p, Choice &choice, int tile, u32 shared) {
+    Lines lines = Lines::of(p.shared, p.shared.at, tile * TILE, min(TILE, p.cols - tile * TILE)), none = {0, 0, 0};
+    begin_copies(barrier_of(choice, SHARED_BARRIER), shared + p.shared_at, lines, 0, none);
 }
 
 /// Stages a row of x as planes, by `warps` warps of which this is number `warp`.
@@ -161,143 +218,20 @@ DEVICE void stage_x(const FewExperts &p, u8 *shared, int row, int warp, int warp
     }
 }
 
-/// Sums of an item's gate and up by this warp's part of the columns, which lie in a slot.
-DEVICE void multiply_item(const FewExperts &p, const Choice &choice, const Items &items, const u8 *shared, int slot, float sums[2]) {
-    int part = threadIdx.x / 32 % PARTS, g = threadIdx.x % 32 / 4;
-    int spans = (spans_of(p.cols) + PARTS - 1) / PARTS, span = part * spans, columns = min(spans * SPAN, p.cols - span * SPAN);
-    if (columns <= 0) return;
-    int planes = p.planes_at + span * PLANES, at = p.slots_at + slot * p.slot_bytes;
-    Halves rows;
-    rows.low = at + choice.odd[slot][0] + g * p.gate.row_bytes + span * p.gate.span;
-    rows.high = at + p.high_at + choice.odd[slot][1] + g * p.up.row_bytes + span * p.up.span;
-    if (p.gate.plain || p.up.plain) {
-        u32 expert = choice.pairs[items.pair];
-        long row = min(items.tile * 8 + g, p.width - 1);
-        rows.plain_low = matrix_of(p.gate, expert) + row * p.gate.row_bytes + span * p.gate.span;
-        rows.plain_high = matrix_of(p.up, expert) + row * p.up.row_bytes + span * p.up.span;
-    }
-    if (p.gate.type == p.up.type) {
-        multiply_halves(sums, p.gate.type, shared, rows, planes, columns, p.table_at[0]);
-        return;
-    }
-    // Matrices of two types: each by itself, and half of that is left unused.
-#pragma unroll 1
-    for (int i = 0; i < 2; i++) {
-        float both[2] = {};
-        Halves twice = i ? Halves{rows.high, rows.high, rows.plain_high, rows.plain_high} : Halves{rows.low, rows.low, rows.plain_low, rows.plain_low};
-        multiply_halves(both, i ? p.up.type : p.gate.type, shared, twice, planes, columns, p.table_at[i]);
-        sums[i] = both[0];
-    }
-}
-
-/// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
-DEVICE void store_item(const FewExperts &p, const Items &items, const float *sums) {
-    int lane = threadIdx.x % 32, output = items.tile * 8 + lane;
-    float sum = 0.0f;
-    if (lane < TILE) {
+/// Eight numbers of a lane, the first of them number `column` of `count` at `from`: as other blocks have left them.
+DEVICE void eight_numbers(const float *from, int column, int count, float x[8]) {
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) sum += sums[i * TILE + lane];
-    }
-    float up = __shfl_down_sync(~0u, sum, 8);
-    if (lane < 8 && output < p.width) p.inner[(long)items.pair * p.width + output] = silu(sum) * up;
-}
-
-/// All items of a block: `first` to `end`. The first slots' copies have begun.
-DEVICE void gate_and_up(const FewExperts &p, const Team &team, Choice &choice, u8 *shared, int first, int end) {
-    int group = team.warp / PARTS, part = team.warp % PARTS, slot = group * p.slots, parity = 0, turn = 0;
-    float *room = (float *)(shared + p.items_at) + group * 2 * PARTS * TILE;
-    Items items = Items::at(first + group - p.groups, team), ahead;
-    Items::step(items, p.groups, end, team, choice);
-    ahead = items;
-    for (int i = 0; i < p.slots; i++) Items::step(ahead, p.groups, end, team, choice);
-    int of_row = team.tiles * p.used;
-#pragma unroll 1
-    for (int row = first / of_row; row * of_row < end; row++) {
-        if (row > first / of_row) {
-            together(15, team.warps);
-            stage_x(p, shared, row, team.warp, team.warps);
-            together(15, team.warps);
-        }
-        int row_end = min((row + 1) * of_row, end);
-#pragma unroll 1
-        for (; items.item < row_end; Items::step(items, p.groups, end, team, choice)) {
-            float sums[2] = {}, *to = room + turn % 2 * PARTS * TILE;
-            barrier_wait(barrier_of(choice, slot), parity);
-            multiply_item(p, choice, items, shared, slot, sums);
-            float low = row_sum(sums[0]), high = row_sum(sums[1]);
-            if (team.lane % 4 == 0) to[part * TILE + team.lane / 4] = low, to[part * TILE + 8 + team.lane / 4] = high;
-            together(1 + group, PARTS);
-            // Each warp in turn stores, and another one asks for what comes next into the slot that is free now.
-            if (part == turn % PARTS) store_item(p, items, to);
-            if (ahead.item < end) {
-                if (part == (turn + 1) % PARTS) bring_item(p, choice, ahead, shared_address(shared), slot);
-                Items::step(ahead, p.groups, end, team, choice);
-            }
-            turn++, slot++;
-            if (slot == (group + 1) * p.slots) slot -= p.slots, parity ^= 1;
-        }
+    for (int i = 0; i < 2; i++) {
+        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (column + 4 * i < count) v = __ldcg((const float4 *)(from + column + 4 * i));
+        x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
     }
 }
 
-/// How warps share the down products: groups of so many warps.
-struct Down {
-    int spans, shared_spans, parts, groups, group, part, tiles, steps; // tiles: of 16 outputs; steps: of a row
-
-    DEVICE Down of(const FewExperts &p, const Team &team) {
-        Down down;
-        down.spans = spans_of(p.width), down.shared_spans = p.first ? spans_of(p.shared_cols) : 0;
-        down.parts = min(2, down.spans), down.groups = team.warps / down.parts;
-        down.group = team.warp / down.parts, down.part = team.warp - down.group * down.parts;
-        down.tiles = (p.cols + TILE - 1) / TILE, down.steps = p.used * down.spans + down.shared_spans;
-        return down;
-    }
-};
-
-/// Goes through what a group multiplies: pairs of tiles, but for those of experts that this wave has not. `count`: how many before.
-struct Steps {
-    int tile, pair, count;
-
-    DEVICE void find(Steps &steps, const Down &down, const Team &team, const Choice &choice) {
-        while (steps.tile < down.tiles) {
-            if (steps.pair >= team.pairs) steps.tile += gridDim.x, steps.pair = down.group;
-            else if (choice.pairs[steps.pair] == NOTHING) steps.pair += down.groups;
-            else return;
-        }
-    }
-
-    DEVICE Steps begin(const Down &down, const Team &team, const Choice &choice) {
-        Steps steps = {(int)blockIdx.x, down.group, 0};
-        if (down.group >= down.groups) steps.tile = down.tiles;
-        find(steps, down, team, choice);
-        return steps;
-    }
-
-    DEVICE void step(Steps &steps, const Down &down, const Team &team, const Choice &choice) {
-        steps.pair += down.groups, steps.count++;
-        find(steps, down, team, choice);
-    }
-};
-
-/// The slot of a step, and where it lies: the first one of each group by itself, others where gate and up have been.
-struct DownSlot {
-    int slot, at;
-
-    DEVICE DownSlot of(const FewExperts &p, const Down &down, int turn) {
-        DownSlot out;
-        out.slot = down.group * p.down_slots + turn;
-        out.at = turn == 0 ? p.down_at + down.group * p.down_bytes
-                           : p.slots_at + (down.group * (p.down_slots - 1) + turn - 1) * p.down_bytes;
-        return out;
-    }
-};
-
-/// Begins to copy a tile of an expert's down matrix, by a warp.
-DEVICE void bring_down(const FewExperts &p, const Down &down, Choice &choice, const Steps &steps, u32 shared) {
-    DownSlot slot = DownSlot::of(p, down, steps.count % p.down_slots);
-    int first = steps.tile * TILE;
-    Lines lines = Lines::of(p.down, matrix_of(p.down, choice.pairs[steps.pair]), first, min(TILE, p.cols - first)), none = {0, 0, 0};
-    if (threadIdx.x % 32 == 0) choice.down_odd[slot.slot] = lines.odd;
-    begin_copies(barrier_of(choice, DOWN_BARRIERS + slot.slot), shared + slot.at, lines, 0, none);
+/// Eight inner numbers of the shared expert.
+DEVICE void shared_numbers(const float *gate, const float *up, int column, int count, float x[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = column + i < count ? silu(gate[column + i]) * up[column + i] : 0.0f;
 }
 
 /// The first row of two in a tile of 16 that this lane has; the other one is the second next. So rows of 132 bytes lie in different banks.
@@ -306,113 +240,120 @@ DEVICE int low_row() {
     return g % 2 + g / 2 % 2 * 8 + g / 4 * 4;
 }
 
-/// Multiplies a span of a tile whose first row lies at `at` in `shared`, or of plain numbers at `matrix`, and leaves 16 sums.
-DEVICE void multiply_down(const Experts &e, const u8 *matrix, int tile, int rows, int span, int columns, const u8 *shared, int at, int planes,
-                          int table, float *to) {
-    int row = low_row(), lane = threadIdx.x % 32;
-    float sums[2] = {};
-    Halves halves;
-    halves.low = at + row * e.row_bytes + span * e.span, halves.high = halves.low + 2 * e.row_bytes;
+/// What a warp multiplies: two halves of rows of one type, or of two (`types[1]`), and where in shared memory the sums go.
+struct Unit {
+    Halves rows;
+    int type, second;   // second: of the high half, or -1
+    int planes, columns, table, second_table;
+    int to;
+    bool down;          // whether rows are those of `low_row`
+};
+
+/// Gate and up of an item, by this warp's part of the columns.
+DEVICE Unit item_unit(const FewExperts &p, const Team &team, Choice &choice, const Work &work, int slot, int to) {
+    int g = team.lane / 4, spans = (spans_of(p.cols) + PARTS - 1) / PARTS, span = team.part * spans;
+    Unit unit;
+    unit.type = p.gate.type, unit.second = p.up.type == p.gate.type ? -1 : p.up.type;
+    unit.table = p.table_at[0], unit.second_table = p.table_at[1];
+    unit.planes = p.planes_at + span * PLANES, unit.columns = max(min(spans * SPAN, p.cols - span * SPAN), 0);
+    unit.to = to + team.part * TILE * 4, unit.down = false;
+    int at = p.slots_at + slot * p.slot_bytes;
+    unit.rows.low = at + choice.odd[slot][0] + g * p.gate.row_bytes + span * p.gate.span;
+    unit.rows.high = at + p.high_at + choice.odd[slot][1] + g * p.up.row_bytes + span * p.up.span;
+    unit.rows.plain = choice.plain[team.warp];
+    if (p.gate.plain || p.up.plain) {
+        u32 expert = work.expert, row = min(work.tile * 8 + g, p.width - 1);
+        if (team.lane < 6) unit.rows.plain[team.lane] = team.lane == 1 || team.lane > 3 ? matrix_of(p.up, expert) : matrix_of(p.gate, expert);
+        if (p.gate.plain) unit.rows.low = row * p.gate.row_bytes + span * p.gate.span;
+        if (p.up.plain) unit.rows.high = row * p.up.row_bytes + span * p.up.span;
+        __syncwarp();
+    }
+    return unit;
+}
+
+/// A span of an expert's tile of down whose first row lies at `at`.
+DEVICE Unit down_unit(const FewExperts &p, const Team &team, Choice &choice, const Experts &e, u32 expert, int tile, int span, int width, int at, int to) {
+    int row = low_row();
+    Unit unit;
+    unit.type = e.type, unit.second = -1;
+    unit.planes = p.scratch_at + team.warp * PLANES, unit.columns = min(SPAN, width - span * SPAN);
+    unit.to = to, unit.down = true;
+    unit.rows.low = at + row * e.row_bytes + span * e.span, unit.rows.high = unit.rows.low + 2 * e.row_bytes;
+    unit.rows.plain = choice.plain[team.warp];
     if (e.plain) {
-        halves.plain_low = matrix + (long)min(tile * TILE + row, rows - 1) * e.row_bytes + span * e.span;
-        halves.plain_high = matrix + (long)min(tile * TILE + row + 2, rows - 1) * e.row_bytes + span * e.span;
+        if (team.lane == 0) unit.rows.plain[0] = unit.rows.plain[1] = matrix_of(e, expert);
+        unit.rows.low = min(tile * TILE + row, p.cols - 1) * e.row_bytes + span * e.span;
+        unit.rows.high = min(tile * TILE + row + 2, p.cols - 1) * e.row_bytes + span * e.span;
+        __syncwarp();
     }
-    multiply_halves(sums, e.type, shared, halves, planes, columns, table);
+    return unit;
+}
+
+/// Multiplies, and leaves the sums of 16 rows.
+DEVICE void multiply_unit(const Unit &unit, u8 *shared) {
+    float sums[2] = {};
+    // Matrices of two types: each by itself, and half of that is left unused.
+#pragma unroll 1
+    for (int i = 0; i <= (int)(unit.second >= 0); i++) {
+        float both[2] = {};
+        Halves rows = unit.rows;
+        if (i) rows.low = rows.high;
+        if (unit.second >= 0) rows.high = rows.low, rows.plain += 2 + 2 * i;
+        multiply_halves(both, i ? unit.second : unit.type, shared, rows, unit.planes, unit.columns, i ? unit.second_table : unit.table);
+        if (i == 0) sums[0] = both[0];
+        if (unit.second < 0) sums[1] = both[1];
+        else if (i) sums[1] = both[0];
+    }
     float low = row_sum(sums[0]), high = row_sum(sums[1]);
-    if (lane % 4 == 0) to[row] = low, to[row + 2] = high;
+    float *to = (float *)(shared + unit.to);
+    int lane = threadIdx.x % 32, row = unit.down ? low_row() : lane / 4;
+    if (lane % 4 == 0) to[row] = low, to[row + (unit.down ? 2 : 8)] = high;
 }
 
-/// Begins to copy a tile of the shared expert.
-DEVICE void bring_shared(const FewExperts &p, Choice &choice, int tile, u32 shared) {
-    Lines lines = Lines::of(p.shared, p.shared.at, tile * TILE, min(TILE, p.cols - tile * TILE)), none = {0, 0, 0};
-    begin_copies(barrier_of(choice, SHARED_BARRIER), shared + p.shared_at, lines, 0, none);
-}
-
-/// Products of the shared expert's tile with all rows, by a warp. `turn`: how many tiles it had before.
-DEVICE void multiply_shared(const FewExperts &p, const Down &down, const Team &team, const Choice &choice, u8 *shared, int tile, int turn) {
-    float *sums = (float *)(shared + p.sums_at);
-    int planes = p.scratch_at + team.warp * PLANES, odd = (int)(u64)(p.shared.at + (long)tile * TILE * p.shared.row_bytes) & 15;
-    barrier_wait(barrier_of(choice, SHARED_BARRIER), turn & 1);
-#pragma unroll 1
-    for (int i = 0; i < p.count * down.shared_spans; i++) {
-        int row = i / down.shared_spans, span = i - row * down.shared_spans, column = span * SPAN + team.lane * 8;
-        const float *gate = p.shared_gate + (long)row * p.gates_stride + column, *up = p.shared_up + (long)row * p.gates_stride + column;
-        float x[8];
+/// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
+DEVICE void store_item(const FewExperts &p, const Work &work, const float *sums) {
+    int lane = threadIdx.x % 32, output = work.tile * 8 + lane;
+    float sum = 0.0f;
+    if (lane < TILE) {
 #pragma unroll
-        for (int k = 0; k < 8; k++) x[k] = column + k < p.shared_cols ? silu(gate[k]) * up[k] : 0.0f;
-        __syncwarp();
-        store_planes(shared + planes, x);
-        __syncwarp();
-        multiply_down(p.shared, p.shared.at, tile, p.cols, span, min(SPAN, p.shared_cols - span * SPAN), shared, p.shared_at + odd, planes,
-                      p.table_at[3], sums + (row * down.steps + p.used * down.spans + span) * TILE);
+        for (int i = 0; i < PARTS; i++) sum += sums[i * TILE + lane];
     }
-}
-
-/// This lane's eight inner numbers of a span of a pair, as other blocks have left them.
-DEVICE void inner_numbers(const FewExperts &p, int pair, int span, float x[8]) {
-    int column = span * SPAN + threadIdx.x % 32 * 8;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float *from = p.inner + (long)pair * p.width + column + 4 * i;
-        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (column + 4 * i < p.width) v = __ldcg((const float4 *)from);
-        x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
-    }
-}
-
-/// Products of one tile with all rows' experts, by all groups.
-DEVICE void multiply_tile(const FewExperts &p, const Down &down, const Team &team, Choice &choice, u8 *shared, Steps &steps, Steps &ahead) {
-    float *sums = (float *)(shared + p.sums_at);
-    int planes = p.scratch_at + team.warp * PLANES, tile = steps.tile;
-#pragma unroll 1
-    while (steps.tile == tile && tile < down.tiles) {
-        DownSlot slot = DownSlot::of(p, down, steps.count % p.down_slots);
-        int row = steps.pair / p.used;
-#pragma unroll 1
-        for (int span = down.part; span < down.spans; span += down.parts) {
-            float x[8];
-            inner_numbers(p, steps.pair, span, x);
-            store_planes(shared + planes, x);
-            __syncwarp();
-            if (span == down.part) barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot.slot), steps.count / p.down_slots & 1);
-            multiply_down(p.down, p.down.plain ? matrix_of(p.down, choice.pairs[steps.pair]) : 0, tile, p.cols, span,
-                          min(SPAN, p.width - span * SPAN), shared, slot.at + choice.down_odd[slot.slot], planes, p.table_at[2],
-                          sums + (row * down.steps + (steps.pair - row * p.used) * down.spans + span) * TILE);
-            __syncwarp();
-        }
-        if (down.parts > 1) together(1 + down.group, down.parts);
-        if (ahead.tile < down.tiles) {
-            if (down.part == 0) bring_down(p, down, choice, ahead, shared_address(shared));
-            Steps::step(ahead, down, team, choice);
-        }
-        Steps::step(steps, down, team, choice);
-    }
+    float up = __shfl_down_sync(~0u, sum, 8);
+    if (lane < 8 && output < p.width && work.expert != NOTHING) p.inner[(long)work.pair * p.width + output] = silu(sum) * up;
 }
 
 /// Adds up a tile: share · shared expert + Σ weight · down · x over the chosen experts, ascending; a thread for each output of a row.
-DEVICE void store_tile(const FewExperts &p, const Down &down, const Choice &choice, const u8 *shared, int tile) {
+DEVICE void store_tile(const FewExperts &p, const Choice &choice, const u8 *shared, int tile) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.count * TILE; i += blockDim.x) {
-        int row = i / TILE, output = i % TILE;
-        if (tile * TILE + output >= p.cols) continue;
-        long place = (long)row * p.cols + tile * TILE + output;
-        const float *from = (const float *)(shared + p.sums_at) + row * down.steps * TILE + output;
-        float total = 0.0f, hidden = p.last ? p.hidden[place] : 0.0f;
+        int row = i / TILE, output = tile * TILE + i % TILE;
+        if (output >= p.cols) continue;
+        const float *from = (const float *)(shared + p.sums_at) + row * Team::steps(p) * TILE + i % TILE;
+        float *hidden = p.hidden + (long)row * p.cols + output, *sum = p.sum + (long)row * p.cols + output;
+        float before = p.last ? *hidden : 0.0f, total = p.first ? 0.0f : *sum;
         if (p.first) {
-            for (int s = 0; s < down.shared_spans; s++) total += from[(p.used * down.spans + s) * TILE];
-            total *= sigmoid(p.share[(long)row * p.gates_stride]);
-        } else {
-            total = p.sum[place];
+            float share = p.share[(long)row * p.gates_stride];
+            for (int s = 0; s < Team::shared_spans(p); s++) total += from[(p.used * Team::spans(p) + s) * TILE];
+            total *= sigmoid(share);
         }
+#pragma unroll 1
+        for (int e = 0; e < p.used; e += 5) {
+            // Loads of some experts side by side.
+            float dots[5], weights[5];
+#pragma unroll
+            for (int k = 0; k < 5; k++) {
+                u32 rank = choice.order[row][min(e + k, p.used - 1)];
+                bool here = e + k < p.used && choice.pairs[row * p.used + rank] != NOTHING;
+                dots[k] = 0.0f, weights[k] = here ? choice.weights[row][rank] : 0.0f;
 #pragma unroll 2
-        for (int e = 0; e < p.used; e++) {
-            u32 rank = choice.order[row][e];
-            float dot = 0.0f;
-            for (int s = 0; s < down.spans; s++) dot += from[(rank * down.spans + s) * TILE];
-            if (choice.pairs[row * p.used + rank] != NOTHING) total = fmaf(choice.weights[row][rank], dot, total);
+                for (int s = 0; s < Team::spans(p); s++) dots[k] += from[(rank * Team::spans(p) + s) * TILE];
+                if (!here) dots[k] = 0.0f;
+            }
+#pragma unroll
+            for (int k = 0; k < 5; k++) total = fmaf(weights[k], dots[k], total);
         }
-        if (p.last) p.hidden[place] = hidden + total;
-        else p.sum[place] = total;
+        if (p.last) *hidden = before + total;
+        else *sum = total;
     }
 }
 
@@ -446,75 +387,129 @@ DEVICE void choose_row(const FewExperts &p, Choice &choice, u8 *shared, int row)
     p.ids[at] = id, p.weights[at] = choice.weights[row][lane], p.order[at] = choice.order[row][lane];
 }
 
-/// Barriers, zeros, tables, the choice and x: all that comes before the first copies of what was chosen.
-DEVICE void prepare(const FewExperts &p, const Team &team, Choice &choice, u8 *shared, int first_row) {
-    for (int i = threadIdx.x; i <= SHARED_BARRIER; i += blockDim.x) barrier_init(barrier_of(choice, i), arrivals());
-    if (threadIdx.x < ZEROS / 4) ((u32 *)shared)[threadIdx.x] = 0;
-    barriers_made();
-    // The last warp and others that do not choose make tables meanwhile.
+/// Barriers, the shared expert's tile, zeros and tables: what does not depend on the kernel before, by all warps but those that choose.
+DEVICE void prepare(const FewExperts &p, const Team &team, Choice &choice, u8 *shared) {
     Threads by = {(int)threadIdx.x - 32 * p.count, (int)blockDim.x - 32 * p.count};
-    if (by.thread < 0) {
-        previous();
-        choose_row(p, choice, shared, team.warp);
-    } else {
-        fill_table_of(p.gate.type, (u32 *)(shared + p.table_at[0]), by);
-        if (p.up.type != p.gate.type) fill_table_of(p.up.type, (u32 *)(shared + p.table_at[1]), by);
-        if (p.table_at[3] > ZEROS) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[3]), by);
-        previous();
-        stage_x(p, shared, first_row, by.thread / 32, by.threads / 32);
+    if (team.warp == team.warps) {
+        for (int i = team.lane; i <= SHARED_BARRIER; i += 32) barrier_init(barrier_of(choice, i), arrivals());
+        barriers_made();
+        __syncwarp();
+        if (Team::shared_spans(p) && (int)blockIdx.x < Team::tiles(p)) bring_shared(p, choice, blockIdx.x, shared_address(shared));
     }
-    __syncthreads();
+    if (by.thread < 0) return;
+    for (int i = by.thread; i < ZEROS / 4; i += by.threads) ((u32 *)shared)[i] = 0;
+    fill_table_of(p.gate.type, (u32 *)(shared + p.table_at[0]), by);
+    if (p.up.type != p.gate.type) fill_table_of(p.up.type, (u32 *)(shared + p.table_at[1]), by);
+    if (p.table_at[3] > ZEROS) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[3]), by);
 }
 
 /// Grid: a block for each multiprocessor, or fewer.
+///
+/// All warps go through the same sections: gate and up of each row of x that a block has, then its tiles of down. There is one place
+/// where anything is multiplied, for code that is long is slow to come.
 KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ const FewExperts p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ Choice choice;
     next();
     Team team = Team::of(p);
-    Down down = Down::of(p, team);
     u32 base = shared_address(shared);
-    int of_block = team.tiles * team.pairs, first = (int)((long)blockIdx.x * of_block / gridDim.x);
-    int end = (int)((long)(blockIdx.x + 1) * of_block / gridDim.x);
     bool is_shared = team.warp == team.warps;
-    prepare(p, team, choice, shared, min(first / (team.tiles * p.used), p.count - 1));
-    Steps steps = Steps::begin(down, team, choice), ahead = steps;
-    if (is_shared) {
-        if (down.shared_spans && (int)blockIdx.x < down.tiles) {
-            bring_shared(p, choice, blockIdx.x, base);
-            multiply_shared(p, down, team, choice, shared, blockIdx.x, 0);
-        }
-    } else {
-        int group = team.warp / PARTS, part = team.warp % PARTS;
-        Items items = Items::at(first + group - p.groups, team);
-        for (int i = 0; i < p.slots; i++) {
-            Items::step(items, p.groups, end, team, choice);
-            if (items.item < end && i % PARTS == part) bring_item(p, choice, items, base, group * p.slots + i);
-        }
-        if (ahead.tile < down.tiles) {
-            if (down.part == 0) bring_down(p, down, choice, ahead, base);
-            Steps::step(ahead, down, team, choice);
-        }
-        gate_and_up(p, team, choice, shared, first, end);
-    }
+    int of_row = Team::items_of(p) * p.used, row = min(team.first / of_row, p.count - 1), tiles = Team::tiles(p);
+    prepare(p, team, choice, shared);
+    previous();
+    if (team.warp < p.count) choose_row(p, choice, shared, team.warp);
+    else stage_x(p, shared, row, team.warp - p.count, team.warps + 1 - p.count);
     __syncthreads();
-    // More of down comes where gate and up have been, and its table where theirs was, while the blocks meet.
-    for (int i = 1; i < p.down_slots && ahead.tile < down.tiles; i++) {
-        if (down.part == 0) bring_down(p, down, choice, ahead, base);
-        Steps::step(ahead, down, team, choice);
+    if (!is_shared) {
+        int item = team.first + team.group + team.part * p.groups;
+        if (team.part < p.slots && item < team.end) bring_item(p, choice, item, base, team.group * p.slots + team.part);
+        if (team.down_part == 0 && (int)blockIdx.x < tiles) bring_step(p, team, choice, 0, base);
     }
-    if (p.down.type != p.gate.type) fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {(int)threadIdx.x, (int)blockDim.x});
-    if (threadIdx.x == blockDim.x - 1) meet(p.meeting);
-    __syncthreads();
+    // The tile of down at hand, before that −1. How many items the group has had, or steps, or the last warp products of the tile.
+    int tile = -1, turn = 0, span = team.down_part;
 #pragma unroll 1
-    for (int tile = blockIdx.x, turn = 0; tile < down.tiles; tile += gridDim.x, turn++) {
-        if (is_shared && turn > 0 && down.shared_spans) {
-            bring_shared(p, choice, tile, base);
-            multiply_shared(p, down, team, choice, shared, tile, turn);
+    while (true) {
+#pragma unroll 1
+        while (true) {
+            Unit unit;
+            Work work;
+            float x[8];
+            if (is_shared) {
+                int spans = Team::shared_spans(p), of = max(tile, (int)blockIdx.x);
+                if (of >= tiles || turn >= p.count * spans) break;
+                int r = turn / spans, s = turn - r * spans, odd = (int)(u64)(p.shared.at + (long)of * TILE * p.shared.row_bytes) & 15;
+                const float *gate = p.shared_gate + (long)r * p.gates_stride, *up = p.shared_up + (long)r * p.gates_stride;
+                shared_numbers(gate, up, s * SPAN + team.lane * 8, p.shared_cols, x);
+                if (turn == 0) barrier_wait(barrier_of(choice, SHARED_BARRIER), of / gridDim.x & 1);
+                unit = down_unit(p, team, choice, p.shared, 0, of, s, p.shared_cols, p.shared_at + odd,
+                                 p.sums_at + (r * Team::steps(p) + p.used * Team::spans(p) + s) * TILE * 4);
+                unit.table = p.table_at[3];
+            } else if (tile < 0) {
+                int item = team.first + team.group + turn * p.groups, slot = team.group * p.slots + turn % p.slots;
+                if (item >= min((row + 1) * of_row, team.end)) break;
+                work = Work::of_item(p, choice, item);
+                barrier_wait(barrier_of(choice, slot), turn / p.slots & 1);
+                unit = item_unit(p, team, choice, work, slot, p.items_at + (team.group * 2 + turn % 2) * PARTS * TILE * 4);
+            } else {
+                if (turn >= (tile / (int)gridDim.x + 1) * Team::down_each(p)) break;
+                DownSlot slot = DownSlot::of(p, team, turn);
+                work = Work::of_step(p, team, choice, turn);
+                int pair = min(work.pair, p.count * p.used - 1), r = small_quotient(pair, p.used), spans = Team::spans(p);
+                eight_numbers(p.inner + (long)pair * p.width, span * SPAN + team.lane * 8, p.width, x);
+                barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot.slot), turn / p.down_slots & 1);
+                unit = down_unit(p, team, choice, p.down, work.expert, tile, span, p.width, slot.at + choice.down_odd[slot.slot],
+                                 p.sums_at + (r * Team::steps(p) + (pair - r * p.used) * spans + span) * TILE * 4);
+                unit.table = p.table_at[2];
+            }
+            if (is_shared || tile >= 0) {
+                store_planes(shared + unit.planes, x);
+                __syncwarp();
+            }
+            if (is_shared || work.expert != NOTHING) multiply_unit(unit, shared);
+            __syncwarp();
+            if (is_shared) {
+                turn++;
+            } else if (tile < 0) {
+                together(1 + team.group, PARTS);
+                // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
+                int ahead = team.first + team.group + (turn + p.slots) * p.groups;
+                if (team.part == turn % PARTS) store_item(p, work, (const float *)(shared + unit.to) - team.part * TILE);
+                if (team.part == (turn + 1) % PARTS && ahead < team.end) bring_item(p, choice, ahead, base, team.group * p.slots + turn % p.slots);
+                turn++;
+            } else if ((span += Team::down_parts(p)) >= Team::spans(p)) {
+                span = team.down_part;
+                if (Team::down_parts(p) > 1) together(1 + team.down_group, Team::down_parts(p));
+                if (team.down_part == 0) bring_step(p, team, choice, turn + p.down_slots, base);
+                turn++;
+            }
         }
-        if (steps.tile == tile) multiply_tile(p, down, team, choice, shared, steps, ahead);
         __syncthreads();
-        store_tile(p, down, choice, shared, tile);
+        if (tile < 0 && (row + 1) * of_row < team.end) {
+            row++;
+            stage_x(p, shared, row, team.warp, team.warps + 1);
+        } else {
+            if (tile < 0) {
+                // More of down comes where gate and up have been, and its table where theirs was, while the blocks meet.
+                tile = blockIdx.x;
+#pragma unroll 1
+                for (int i = 1; i < p.down_slots; i++) {
+                    if (!is_shared && team.down_part == 0) bring_step(p, team, choice, i, base);
+                }
+                if (!is_shared) turn = 0;
+                if (p.down.type != p.gate.type) {
+                    fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {(int)threadIdx.x, (int)blockDim.x});
+                }
+                if (threadIdx.x == blockDim.x - 1) meet(p.meeting);
+            } else {
+                store_tile(p, choice, shared, tile);
+                tile += gridDim.x;
+                if (is_shared && tile < tiles) {
+                    turn = 0;
+                    if (Team::shared_spans(p)) bring_shared(p, choice, tile, base);
+                }
+            }
+            if (tile >= tiles) break;
+        }
         __syncthreads();
     }
 }

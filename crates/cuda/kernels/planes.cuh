@@ -141,10 +141,10 @@ template <class T> DEVICE void multiply_plain(float sums[2], const u8 *low, cons
     }
 }
 
-/// This lane's rows of both halves: places in shared memory, or of plain numbers in memory of any kind.
+/// Where this lane's rows of both halves lie: in shared memory, or, plain numbers, behind `plain[0]` and `plain[1]`.
 struct Halves {
-    int low, high;
-    const u8 *plain_low, *plain_high;
+    u32 low, high;
+    const u8 **plain;
 };
 
 /// sums += this lane's part of its two rows of type number `type` over `columns` of x. `planes`, `table`: where they lie in `shared`.
@@ -155,7 +155,7 @@ DEVICE void multiply_halves(float sums[2], int type, const u8 *shared, const Hal
     with_type(type, All(), [&](auto type) {
         typedef decltype(type) T;
         if constexpr (T::LEN == 8) {
-            multiply_plain<T>(sums, rows.plain_low, rows.plain_high, shared + planes, columns);
+            multiply_plain<T>(sums, rows.plain[0] + rows.low, rows.plain[1] + rows.high, shared + planes, columns);
         } else {
             const int BYTES = SPAN / T::LEN * T::BYTES;
 #pragma unroll 1
