@@ -7,11 +7,14 @@
 // Gate and up: an item is 8 inner numbers of one expert of one row of x. A block has neighbouring items; groups of PARTS warps take
 // them in turns, each warp a part of the columns. Each group has a ring of slots for what it multiplies next.
 //
-// Down: a block has tiles of 16 outputs. Groups of warps take the rows' experts in turns, each warp some spans of 256 inner numbers.
-// The last warp multiplies the shared expert's tile, while the others have gate and up.
+// Down: a block has tiles of 16 outputs. Groups of warps take pairs of row and expert in turns, each warp some spans of 256 inner
+// numbers. The last warp multiplies the shared expert's tile while the others have gate and up, or all do behind that.
 //
-// Shared memory: zeros, tables, a row of x as planes, scratch (planes of each warp, sums of down; before that the keys of `choose`),
-// sums of items, the shared expert's tile, the first slots of down, the slots of gate and up, in which more of down come later.
+// What is of experts that a wave has not is gone through as well, with nothing to copy or multiply.
+//
+// Shared memory: zeros, tables, two rows of x as planes, planes of each warp, sums of down ([pair][span][16], [row][span][16]; before
+// that the keys of `choose`), sums of items, the shared expert's tile, the first slots of down, the slots of gate and up, in which
+// more of down come later.
 
 const int PARTS = 4;                       // warps that share the columns of an item
 const int MOST_GROUPS = 5;                 // of so many warps in a block
@@ -54,43 +57,24 @@ struct Choice {
     u32 ids[FEW][32], order[FEW][32];
     float weights[FEW][32];
     u32 pairs[FEW * 32];                    // [row][rank]: its expert, or NOTHING
+    int2 ascending[FEW][32];                // by number: the pair, or −1; its weight
     u64 barriers[MOST_GROUPS * MOST_SLOTS + MOST_DOWN * MOST_SLOTS + 1];
-    int odd[MOST_GROUPS * MOST_SLOTS][2];   // bytes from where a copy begins to what it brings
+    int2 odd[MOST_GROUPS * MOST_SLOTS];     // bytes from where copies of gate and up begin to what they bring
     int down_odd[MOST_DOWN * MOST_SLOTS];
     const u8 *plain[PARTS * MOST_GROUPS + 1][6]; // of each warp, plain matrices of both halves; the first one, then the second one, as both
 };
 
-/// How a block's warps share the work.
-struct Team {
-    int lane, warp, warps;      // warps: but for the last one, of the shared expert
-    int group, part;            // of gate and up
-    int first, end;             // this block's items
-    int down_group, down_part;
-
-    DEVICE Team of(const FewExperts &p) {
-        Team team;
-        team.lane = threadIdx.x % 32, team.warp = threadIdx.x / 32, team.warps = blockDim.x / 32 - 1;
-        team.group = team.warp / PARTS, team.part = team.warp % PARTS;
-        u32 all = items_of(p) * p.count * p.used;
-        team.first = blockIdx.x * all / gridDim.x, team.end = (blockIdx.x + 1) * all / gridDim.x;
-        bool two = down_parts(p) == 2;
-        team.down_group = two ? team.warp / 2 : team.warp, team.down_part = two ? team.warp % 2 : 0;
-        return team;
-    }
-
-    /// Items of an expert of a row.
-    DEVICE int items_of(const FewExperts &p) { return (p.width + 7) / 8; }
-
-    /// Spans of inner numbers, those of the shared expert, products of a tile of down with a row, and such tiles.
+/// Numbers that depend on the shape alone.
+struct Sizes {
+    /// Items of an expert of a row; spans of inner numbers; those of the shared expert; tiles of 16 outputs.
+    DEVICE int items(const FewExperts &p) { return (p.width + 7) / 8; }
     DEVICE int spans(const FewExperts &p) { return spans_of(p.width); }
     DEVICE int shared_spans(const FewExperts &p) { return p.first ? spans_of(p.shared_cols) : 0; }
-    DEVICE int steps(const FewExperts &p) { return p.used * spans(p) + shared_spans(p); }
     DEVICE int tiles(const FewExperts &p) { return (p.cols + TILE - 1) / TILE; }
 
-    /// Warps that share the spans of a tile, groups of them, and how many pairs each has at most.
-    DEVICE int down_parts(const FewExperts &p) { return min(2, spans(p)); }
-    DEVICE int down_groups(const FewExperts &p) { return PARTS * p.groups / down_parts(p); }
-    DEVICE int down_each(const FewExperts &p) { return (p.count * p.used + down_groups(p) - 1) / down_groups(p); }
+    /// Warps that share the spans of a tile of down, and groups of them.
+    DEVICE int parts(const FewExperts &p) { return min(2, spans(p)); }
+    DEVICE int groups(const FewExperts &p) { return PARTS * p.groups / parts(p); }
 };
 
 DEVICE u32 barrier_of(const Choice &choice, int i) { return shared_address(choice.barriers + i); }
@@ -139,62 +123,54 @@ DEVICE void begin_copies(u32 barrier, u32 to, const Lines &a, u32 second_to, con
 #endif
 }
 
-/// What a group multiplies next: a pair and 8 of its inner numbers, or a tile of 16 outputs. Those of experts that this wave has not
-/// are gone through as well, with nothing to copy.
-struct Work {
-    int pair, tile;
-    u32 expert;
+/// A ring of slots: the one whose turn it is, where it lies, and the parity of its barrier.
+struct Ring {
+    int slot, parity;
 
-    DEVICE Work of_item(const FewExperts &p, const Choice &choice, int item) {
-        Work work;
-        work.pair = small_quotient(item, Team::items_of(p)), work.tile = item - work.pair * Team::items_of(p);
-        work.expert = choice.pairs[work.pair];
-        return work;
+    DEVICE void turn(Ring &ring, int slots) {
+        if (++ring.slot == slots) ring.slot = 0, ring.parity ^= 1;
+    }
+};
+
+/// A pair and eight of its inner numbers.
+struct Eight {
+    int pair, tile;
+
+    DEVICE Eight at(const FewExperts &p, int item) {
+        Eight out = {small_quotient(item, Sizes::items(p)), 0};
+        out.tile = item - out.pair * Sizes::items(p);
+        return out;
     }
 
-    /// Step `step` of this warp's group.
-    DEVICE Work of_step(const FewExperts &p, const Team &team, const Choice &choice, int step) {
-        int each = Team::down_each(p), turn = small_quotient(step, each);
-        Work work;
-        work.tile = blockIdx.x + turn * gridDim.x, work.pair = team.down_group + (step - turn * each) * Team::down_groups(p);
-        bool exists = work.pair < p.count * p.used && work.tile < Team::tiles(p);
-        work.expert = exists ? choice.pairs[work.pair] : NOTHING;
-        return work;
+    DEVICE void step(Eight &item, int by, int items) {
+        item.tile += by;
+        while (item.tile >= items) item.tile -= items, item.pair++;
     }
 };
 
 /// Begins to copy an item's rows of gate and up to a slot, by a warp.
-DEVICE void bring_item(const FewExperts &p, Choice &choice, int item, u32 shared, int slot) {
-    Work work = Work::of_item(p, choice, item);
-    int first = work.tile * 8, count = work.expert == NOTHING ? 0 : min(8, p.width - first);
-    u32 expert = count ? work.expert : 0, to = shared + p.slots_at + slot * p.slot_bytes;
+DEVICE void bring_item(const FewExperts &p, Choice &choice, int number, u32 shared, int slot) {
+    Eight item = Eight::at(p, number);
+    u32 expert = choice.pairs[item.pair], to = shared + p.slots_at + slot * p.slot_bytes;
+    int first = item.tile * 8, count = expert == NOTHING ? 0 : min(8, p.width - first);
+    if (expert == NOTHING) expert = 0;
     Lines gate = Lines::of(p.gate, matrix_of(p.gate, expert), first, count), up = Lines::of(p.up, matrix_of(p.up, expert), first, count);
-    if (threadIdx.x % 32 == 0) choice.odd[slot][0] = gate.odd, choice.odd[slot][1] = up.odd;
+    if (threadIdx.x % 32 == 0) choice.odd[slot] = make_int2(gate.odd, up.odd);
     begin_copies(barrier_of(choice, slot), to, gate, to + p.high_at, up);
 }
 
-/// The slot of a step of down: the first one of each group by itself, others where gate and up have been.
-struct DownSlot {
-    int slot, at;
+/// Where a slot of down lies: the first one of each group by itself, others where gate and up have been.
+DEVICE int down_place(const FewExperts &p, int group, int turn) {
+    return turn == 0 ? p.down_at + group * p.down_bytes : p.slots_at + (group * (p.down_slots - 1) + turn - 1) * p.down_bytes;
+}
 
-    DEVICE DownSlot of(const FewExperts &p, const Team &team, int step) {
-        int turn = step % p.down_slots;
-        DownSlot out;
-        out.slot = team.down_group * p.down_slots + turn;
-        out.at = turn == 0 ? p.down_at + team.down_group * p.down_bytes
-                           : p.slots_at + (team.down_group * (p.down_slots - 1) + turn - 1) * p.down_bytes;
-        return out;
-    }
-};
-
-/// Begins to copy a tile of an expert's down matrix, by a warp.
-DEVICE void bring_step(const FewExperts &p, const Team &team, Choice &choice, int step, u32 shared) {
-    DownSlot slot = DownSlot::of(p, team, step);
-    Work work = Work::of_step(p, team, choice, step);
-    int first = work.tile * TILE, count = work.expert == NOTHING ? 0 : min(TILE, p.cols - first);
-    Lines lines = Lines::of(p.down, matrix_of(p.down, count ? work.expert : 0), first, count), none = {0, 0, 0};
-    if (threadIdx.x % 32 == 0) choice.down_odd[slot.slot] = lines.odd;
-    begin_copies(barrier_of(choice, DOWN_BARRIERS + slot.slot), shared + slot.at, lines, 0, none);
+/// Begins to copy a tile of the down matrix of a pair's expert, by a warp; of no pair, nothing.
+DEVICE void bring_down(const FewExperts &p, Choice &choice, int tile, int pair, u32 shared, int group, int turn) {
+    u32 expert = tile < Sizes::tiles(p) && pair < p.count * p.used ? choice.pairs[pair] : NOTHING;
+    int first = tile * TILE, slot = group * p.down_slots + turn, count = expert == NOTHING ? 0 : min(TILE, p.cols - first);
+    Lines lines = Lines::of(p.down, matrix_of(p.down, count ? expert : 0), first, count), none = {0, 0, 0};
+    if (threadIdx.x % 32 == 0) choice.down_odd[slot] = lines.odd;
+    begin_copies(barrier_of(choice, DOWN_BARRIERS + slot), shared + down_place(p, group, turn), lines, 0, none);
 }
 
 /// Begins to copy a tile of the shared expert.
@@ -203,35 +179,95 @@ DEVICE void bring_shared(const FewExperts &p, Choice &choice, int tile, u32 shar
     begin_copies(barrier_of(choice, SHARED_BARRIER), shared + p.shared_at, lines, 0, none);
 }
 
-/// Stages a row of x as planes, by `warps` warps of which this is number `warp`.
+/// Stages up to two rows of x as planes, by `warps` warps of which this is number `warp`.
 DEVICE void stage_x(const FewExperts &p, u8 *shared, int row, int warp, int warps) {
-    int lane = threadIdx.x % 32;
+    int lane = threadIdx.x % 32, spans = spans_of(p.cols), rows = min(2, p.count - row);
 #pragma unroll 1
-    for (int span = warp; span < spans_of(p.cols); span += warps) {
-        int column = span * SPAN + lane * 8;
-        uint4 v = column < p.cols ? *(const uint4 *)(p.x + (long)row * p.cols + column) : make_uint4(0, 0, 0, 0);
+    for (int i = warp; i < rows * spans; i += warps) {
+        bool second = i >= spans;
+        int column = (second ? i - spans : i) * SPAN + lane * 8;
+        uint4 v = column < p.cols ? *(const uint4 *)(p.x + (long)(row + second) * p.cols + column) : make_uint4(0, 0, 0, 0);
         u32 pairs[4] = {v.x, v.y, v.z, v.w};
         float x[8];
 #pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = bf16_value((u16)(pairs[i / 2] >> (i % 2 * 16)));
-        store_planes(shared + p.planes_at + span * PLANES, x);
+        for (int k = 0; k < 8; k++) x[k] = bf16_value((u16)(pairs[k / 2] >> (k % 2 * 16)));
+        store_planes(shared + p.planes_at + i * PLANES, x);
     }
 }
 
-/// Eight numbers of a lane, the first of them number `column` of `count` at `from`: as other blocks have left them.
-DEVICE void eight_numbers(const float *from, int column, int count, float x[8]) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (column + 4 * i < count) v = __ldcg((const float4 *)(from + column + 4 * i));
-        x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
+/// Sums of an item's 16 rows by this warp's part of the columns, of its slot at `at`.
+DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item, u8 *shared, int at, int2 odd, int planes, int part, float *to) {
+    int lane = threadIdx.x % 32, g = lane / 4, spans = (spans_of(p.cols) + PARTS - 1) / PARTS, span = part * spans;
+    int columns = min(spans * SPAN, p.cols - span * SPAN);
+    float low = 0.0f, high = 0.0f;
+    if (columns > 0) {
+        Halves rows;
+        rows.low = at + odd.x + g * p.gate.row_bytes + span * p.gate.span;
+        rows.high = at + p.high_at + odd.y + g * p.up.row_bytes + span * p.up.span;
+        rows.plain = choice.plain[threadIdx.x / 32];
+        if (p.gate.plain || p.up.plain) {
+            u32 expert = choice.pairs[item.pair], row = min(item.tile * 8 + g, p.width - 1);
+            if (lane < 6) rows.plain[lane] = lane == 1 || lane > 3 ? matrix_of(p.up, expert) : matrix_of(p.gate, expert);
+            if (p.gate.plain) rows.low = row * p.gate.row_bytes + span * p.gate.span;
+            if (p.up.plain) rows.high = row * p.up.row_bytes + span * p.up.span;
+            __syncwarp();
+        }
+        planes += span * PLANES;
+        bool mixed = p.gate.type != p.up.type;
+        // Matrices of two types: each by itself, and half of that is left unused.
+#pragma unroll 1
+        for (int i = 0; i <= (int)mixed; i++) {
+            float sums[2] = {};
+            Halves twice = rows;
+            if (mixed) twice.low = twice.high = i ? rows.high : rows.low, twice.plain += 2 + 2 * i;
+            multiply_halves(sums, i ? p.up.type : p.gate.type, shared, twice, planes, columns, p.table_at[i]);
+            if (i == 0) low = sums[0];
+            if (i == (int)mixed) high = sums[1];
+        }
     }
+    low = row_sum(low), high = row_sum(high);
+    if (lane % 4 == 0) to[part * TILE + g] = low, to[part * TILE + g + 8] = high;
 }
 
-/// Eight inner numbers of the shared expert.
-DEVICE void shared_numbers(const float *gate, const float *up, int column, int count, float x[8]) {
+/// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
+DEVICE void store_item(const FewExperts &p, const Eight &item, const float *sums) {
+    int lane = threadIdx.x % 32, output = item.tile * 8 + lane;
+    float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = column + i < count ? silu(gate[column + i]) * up[column + i] : 0.0f;
+    for (int i = 0; i < PARTS; i++) sum += sums[i * TILE + lane % TILE];
+    float up = __shfl_down_sync(~0u, sum, 8);
+    if (lane < 8 && output < p.width) p.inner[(long)item.pair * p.width + output] = silu(sum) * up;
+}
+
+/// The items `first` to `end` of a block, by all warps but the last; `row`: of the first one. Copies to all slots have begun.
+DEVICE void gate_and_up(const FewExperts &p, Choice &choice, u8 *shared, int first, int end, int row) {
+    int warp = threadIdx.x / 32, group = warp / PARTS, part = warp % PARTS, items = Sizes::items(p), of_row = items * p.used;
+    float *room = (float *)(shared + p.items_at) + group * 2 * PARTS * TILE;
+    Ring ring = {0, 0};
+    Eight item = Eight::at(p, first + group);
+    int number = first + group, turn = 0;
+#pragma unroll 1
+    for (int rows_end = (row + 2) * of_row;; rows_end += 2 * of_row) {
+#pragma unroll 1
+        for (; number < min(end, rows_end); number += p.groups, Eight::step(item, p.groups, items), turn++) {
+            int slot = group * p.slots + ring.slot;
+            float *to = room + turn % 2 * PARTS * TILE;
+            bool here = choice.pairs[item.pair] != NOTHING;
+            int planes = p.planes_at + (number >= rows_end - of_row ? spans_of(p.cols) * PLANES : 0);
+            barrier_wait(barrier_of(choice, slot), ring.parity);
+            if (here) multiply_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, choice.odd[slot], planes, part, to);
+            together(1 + group, PARTS);
+            // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
+            int ahead = number + p.slots * p.groups;
+            if (here && part == turn % PARTS) store_item(p, item, to);
+            if (part == (turn + 1) % PARTS && ahead < end) bring_item(p, choice, ahead, shared_address(shared), slot);
+            Ring::turn(ring, p.slots);
+        }
+        if (rows_end >= end) break;
+        together(15, PARTS * p.groups);
+        stage_x(p, shared, rows_end / of_row, warp, PARTS * p.groups);
+        together(15, PARTS * p.groups);
+    }
 }
 
 /// The first row of two in a tile of 16 that this lane has; the other one is the second next. So rows of 132 bytes lie in different banks.
@@ -240,117 +276,105 @@ DEVICE int low_row() {
     return g % 2 + g / 2 % 2 * 8 + g / 4 * 4;
 }
 
-/// What a warp multiplies: two halves of rows of one type, or of two (`types[1]`), and where in shared memory the sums go.
-struct Unit {
-    Halves rows;
-    int type, second;   // second: of the high half, or -1
-    int planes, columns, table, second_table;
-    int to;
-    bool down;          // whether rows are those of `low_row`
-};
-
-/// Gate and up of an item, by this warp's part of the columns.
-DEVICE Unit item_unit(const FewExperts &p, const Team &team, Choice &choice, const Work &work, int slot, int to) {
-    int g = team.lane / 4, spans = (spans_of(p.cols) + PARTS - 1) / PARTS, span = team.part * spans;
-    Unit unit;
-    unit.type = p.gate.type, unit.second = p.up.type == p.gate.type ? -1 : p.up.type;
-    unit.table = p.table_at[0], unit.second_table = p.table_at[1];
-    unit.planes = p.planes_at + span * PLANES, unit.columns = max(min(spans * SPAN, p.cols - span * SPAN), 0);
-    unit.to = to + team.part * TILE * 4, unit.down = false;
-    int at = p.slots_at + slot * p.slot_bytes;
-    unit.rows.low = at + choice.odd[slot][0] + g * p.gate.row_bytes + span * p.gate.span;
-    unit.rows.high = at + p.high_at + choice.odd[slot][1] + g * p.up.row_bytes + span * p.up.span;
-    unit.rows.plain = choice.plain[team.warp];
-    if (p.gate.plain || p.up.plain) {
-        u32 expert = work.expert, row = min(work.tile * 8 + g, p.width - 1);
-        if (team.lane < 6) unit.rows.plain[team.lane] = team.lane == 1 || team.lane > 3 ? matrix_of(p.up, expert) : matrix_of(p.gate, expert);
-        if (p.gate.plain) unit.rows.low = row * p.gate.row_bytes + span * p.gate.span;
-        if (p.up.plain) unit.rows.high = row * p.up.row_bytes + span * p.up.span;
-        __syncwarp();
-    }
-    return unit;
-}
-
-/// A span of an expert's tile of down whose first row lies at `at`.
-DEVICE Unit down_unit(const FewExperts &p, const Team &team, Choice &choice, const Experts &e, u32 expert, int tile, int span, int width, int at, int to) {
-    int row = low_row();
-    Unit unit;
-    unit.type = e.type, unit.second = -1;
-    unit.planes = p.scratch_at + team.warp * PLANES, unit.columns = min(SPAN, width - span * SPAN);
-    unit.to = to, unit.down = true;
-    unit.rows.low = at + row * e.row_bytes + span * e.span, unit.rows.high = unit.rows.low + 2 * e.row_bytes;
-    unit.rows.plain = choice.plain[team.warp];
-    if (e.plain) {
-        if (team.lane == 0) unit.rows.plain[0] = unit.rows.plain[1] = matrix_of(e, expert);
-        unit.rows.low = min(tile * TILE + row, p.cols - 1) * e.row_bytes + span * e.span;
-        unit.rows.high = min(tile * TILE + row + 2, p.cols - 1) * e.row_bytes + span * e.span;
-        __syncwarp();
-    }
-    return unit;
-}
-
-/// Multiplies, and leaves the sums of 16 rows.
-DEVICE void multiply_unit(const Unit &unit, u8 *shared) {
+/// Multiplies eight numbers of each lane, a span of one of `width` numbers, with a tile of an expert whose first row lies at `at`, and
+/// leaves 16 sums. `planes`: of this warp.
+DEVICE void multiply_tile(const FewExperts &p, Choice &choice, const Experts &e, u32 expert, const float x[8], int width, u8 *shared, int at,
+                          int tile, int span, int table, float *to) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = low_row(), planes = p.scratch_at + warp * PLANES;
     float sums[2] = {};
-    // Matrices of two types: each by itself, and half of that is left unused.
-#pragma unroll 1
-    for (int i = 0; i <= (int)(unit.second >= 0); i++) {
-        float both[2] = {};
-        Halves rows = unit.rows;
-        if (i) rows.low = rows.high;
-        if (unit.second >= 0) rows.high = rows.low, rows.plain += 2 + 2 * i;
-        multiply_halves(both, i ? unit.second : unit.type, shared, rows, unit.planes, unit.columns, i ? unit.second_table : unit.table);
-        if (i == 0) sums[0] = both[0];
-        if (unit.second < 0) sums[1] = both[1];
-        else if (i) sums[1] = both[0];
+    Halves rows;
+    rows.low = at + row * e.row_bytes + span * e.span, rows.high = rows.low + 2 * e.row_bytes;
+    rows.plain = choice.plain[warp];
+    if (e.plain) {
+        if (lane < 2) rows.plain[lane] = matrix_of(e, expert);
+        rows.low = min(tile * TILE + row, p.cols - 1) * e.row_bytes + span * e.span;
+        rows.high = min(tile * TILE + row + 2, p.cols - 1) * e.row_bytes + span * e.span;
     }
+    __syncwarp(); // behind products with what the planes were before
+    store_planes(shared + planes, x);
+    __syncwarp();
+    multiply_halves(sums, e.type, shared, rows, planes, min(SPAN, width - span * SPAN), table);
     float low = row_sum(sums[0]), high = row_sum(sums[1]);
-    float *to = (float *)(shared + unit.to);
-    int lane = threadIdx.x % 32, row = unit.down ? low_row() : lane / 4;
-    if (lane % 4 == 0) to[row] = low, to[row + (unit.down ? 2 : 8)] = high;
+    if (lane % 4 == 0) to[row] = low, to[row + 2] = high;
 }
 
-/// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
-DEVICE void store_item(const FewExperts &p, const Work &work, const float *sums) {
-    int lane = threadIdx.x % 32, output = work.tile * 8 + lane;
-    float sum = 0.0f;
-    if (lane < TILE) {
+/// Products of the shared expert's tile with all rows: of few by the last warp, else by all.
+DEVICE void multiply_shared(const FewExperts &p, Choice &choice, u8 *shared, int tile) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, spans = Sizes::shared_spans(p), all = p.count * spans;
+    bool few = all <= 4;
+    float *sums = (float *)(shared + p.sums_at) + p.count * p.used * Sizes::spans(p) * TILE;
+    int odd = (int)(u64)(p.shared.at + (long)tile * TILE * p.shared.row_bytes) & 15;
+    if (tile >= Sizes::tiles(p)) return;
+#pragma unroll 1
+    for (int i = few ? (warp < warps - 1 ? all : 0) : warp; i < all; i += few ? 1 : warps) {
+        int row = i / spans, span = i - row * spans, column = span * SPAN + lane * 8;
+        const float *from = p.shared_gate + (long)row * p.gates_stride + column;
+        float gate[8], up[8];
+        spread(numbers_at(from, column < p.shared_cols), gate);
+        spread(numbers_at(from + (p.shared_up - p.shared_gate), column < p.shared_cols), up);
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) sum += sums[i * TILE + lane];
+        for (int k = 0; k < 8; k++) gate[k] = silu(gate[k]) * up[k];
+        barrier_wait(barrier_of(choice, SHARED_BARRIER), tile / gridDim.x & 1);
+        multiply_tile(p, choice, p.shared, 0, gate, p.shared_cols, shared, p.shared_at + odd, tile, span, p.table_at[3], sums + i * TILE);
     }
-    float up = __shfl_down_sync(~0u, sum, 8);
-    if (lane < 8 && output < p.width && work.expert != NOTHING) p.inner[(long)work.pair * p.width + output] = silu(sum) * up;
+}
+
+/// Eight inner numbers as other blocks have left them.
+DEVICE void inner_numbers(const float *from, bool inside, float x[8]) {
+    float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
+    if (inside) low = __ldcg((const float4 *)from), high = __ldcg((const float4 *)from + 1);
+    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
+/// Products of a tile with the experts of all rows, by all warps but the last. `ring`: goes on from tile to tile.
+DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int tile, Ring &ring) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = Sizes::parts(p), groups = Sizes::groups(p), spans = Sizes::spans(p);
+    int group = parts == 2 ? warp / 2 : warp, part = parts == 2 ? warp % 2 : 0, pairs = p.count * p.used;
+    int each = (pairs + groups - 1) / groups, ahead_pair = group + p.down_slots * groups, ahead_tile = tile;
+    float *to = (float *)(shared + p.sums_at) + group * spans * TILE;
+    const float *from = p.inner + (long)group * p.width + lane * 8;
+    // All groups have as many turns.
+    while (ahead_pair >= each * groups) ahead_pair -= each * groups, ahead_tile += gridDim.x;
+#pragma unroll 1
+    for (int pair = group; pair < each * groups; pair += groups, to += groups * spans * TILE, from += (long)groups * p.width) {
+        u32 expert = pair < pairs ? choice.pairs[pair] : NOTHING;
+        int slot = group * p.down_slots + ring.slot, at = down_place(p, group, ring.slot);
+#pragma unroll 1
+        for (int span = expert == NOTHING ? spans : part; span < spans; span += parts) {
+            float x[8];
+            inner_numbers(from + span * SPAN, span * SPAN + lane * 8 < p.width, x);
+            barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot), ring.parity);
+            multiply_tile(p, choice, p.down, expert, x, p.width, shared, at + choice.down_odd[slot], tile, span, p.table_at[2], to + span * TILE);
+        }
+        if (parts == 2) together(1 + group, 2);
+        else __syncwarp();
+        if (part == 0) bring_down(p, choice, ahead_tile, ahead_pair, shared_address(shared), group, ring.slot);
+        ahead_pair += groups;
+        if (ahead_pair >= each * groups) ahead_pair -= each * groups, ahead_tile += gridDim.x;
+        Ring::turn(ring, p.down_slots);
+    }
 }
 
 /// Adds up a tile: share · shared expert + Σ weight · down · x over the chosen experts, ascending; a thread for each output of a row.
 DEVICE void store_tile(const FewExperts &p, const Choice &choice, const u8 *shared, int tile) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.count * TILE; i += blockDim.x) {
-        int row = i / TILE, output = tile * TILE + i % TILE;
+        int row = i / TILE, output = tile * TILE + i % TILE, spans = Sizes::spans(p), shared_spans = Sizes::shared_spans(p);
         if (output >= p.cols) continue;
-        const float *from = (const float *)(shared + p.sums_at) + row * Team::steps(p) * TILE + i % TILE;
+        const float *from = (const float *)(shared + p.sums_at) + i % TILE;
         float *hidden = p.hidden + (long)row * p.cols + output, *sum = p.sum + (long)row * p.cols + output;
-        float before = p.last ? *hidden : 0.0f, total = p.first ? 0.0f : *sum;
+        float before = p.last ? *hidden : 0.0f, total = p.first ? 0.0f : *sum, share = p.first ? p.share[(long)row * p.gates_stride] : 0.0f;
         if (p.first) {
-            float share = p.share[(long)row * p.gates_stride];
-            for (int s = 0; s < Team::shared_spans(p); s++) total += from[(p.used * Team::spans(p) + s) * TILE];
+            const float *of_shared = from + (p.count * p.used * spans + row * shared_spans) * TILE;
+            for (int s = 0; s < shared_spans; s++) total += of_shared[s * TILE];
             total *= sigmoid(share);
         }
-#pragma unroll 1
-        for (int e = 0; e < p.used; e += 5) {
-            // Loads of some experts side by side.
-            float dots[5], weights[5];
-#pragma unroll
-            for (int k = 0; k < 5; k++) {
-                u32 rank = choice.order[row][min(e + k, p.used - 1)];
-                bool here = e + k < p.used && choice.pairs[row * p.used + rank] != NOTHING;
-                dots[k] = 0.0f, weights[k] = here ? choice.weights[row][rank] : 0.0f;
-#pragma unroll 2
-                for (int s = 0; s < Team::spans(p); s++) dots[k] += from[(rank * Team::spans(p) + s) * TILE];
-                if (!here) dots[k] = 0.0f;
-            }
-#pragma unroll
-            for (int k = 0; k < 5; k++) total = fmaf(weights[k], dots[k], total);
+#pragma unroll 5
+        for (int e = 0; e < p.used; e++) {
+            int2 one = choice.ascending[row][e];
+            float dot = 0.0f;
+            for (int s = 0; s < spans; s++) dot += from[(max(one.x, 0) * spans + s) * TILE];
+            total = one.x >= 0 ? fmaf(__int_as_float(one.y), dot, total) : total;
         }
         if (p.last) *hidden = before + total;
         else *sum = total;
@@ -382,19 +406,27 @@ DEVICE void choose_row(const FewExperts &p, Choice &choice, u8 *shared, int row)
     if (lane >= p.used) return;
     u32 id = choice.ids[row][lane];
     choice.pairs[row * p.used + lane] = has(p.mask, id) ? id : NOTHING;
+}
+
+/// What is left to do of the choice of a row when copies have begun, by a warp.
+DEVICE void settle_choice(const FewExperts &p, Choice &choice, int row) {
+    int lane = threadIdx.x % 32, at = row * p.used + lane;
+    if (lane >= p.used) return;
+    u32 rank = choice.order[row][lane], pair = row * p.used + rank;
+    choice.ascending[row][lane] = make_int2(choice.pairs[pair] == NOTHING ? -1 : (int)pair, __float_as_int(choice.weights[row][rank]));
     if (blockIdx.x > 0) return;
-    int at = row * p.used + lane;
-    p.ids[at] = id, p.weights[at] = choice.weights[row][lane], p.order[at] = choice.order[row][lane];
+    p.ids[at] = choice.ids[row][lane], p.weights[at] = choice.weights[row][lane], p.order[at] = choice.order[row][lane];
 }
 
 /// Barriers, the shared expert's tile, zeros and tables: what does not depend on the kernel before, by all warps but those that choose.
-DEVICE void prepare(const FewExperts &p, const Team &team, Choice &choice, u8 *shared) {
+DEVICE void prepare(const FewExperts &p, Choice &choice, u8 *shared) {
+    int lane = threadIdx.x % 32;
     Threads by = {(int)threadIdx.x - 32 * p.count, (int)blockDim.x - 32 * p.count};
-    if (team.warp == team.warps) {
-        for (int i = team.lane; i <= SHARED_BARRIER; i += 32) barrier_init(barrier_of(choice, i), arrivals());
+    if (threadIdx.x / 32 == blockDim.x / 32 - 1) {
+        for (int i = lane; i <= SHARED_BARRIER; i += 32) barrier_init(barrier_of(choice, i), arrivals());
         barriers_made();
         __syncwarp();
-        if (Team::shared_spans(p) && (int)blockIdx.x < Team::tiles(p)) bring_shared(p, choice, blockIdx.x, shared_address(shared));
+        if (Sizes::shared_spans(p) && (int)blockIdx.x < Sizes::tiles(p)) bring_shared(p, choice, blockIdx.x, shared_address(shared));
     }
     if (by.thread < 0) return;
     for (int i = by.thread; i < ZEROS / 4; i += by.threads) ((u32 *)shared)[i] = 0;
@@ -404,112 +436,52 @@ DEVICE void prepare(const FewExperts &p, const Team &team, Choice &choice, u8 *s
 }
 
 /// Grid: a block for each multiprocessor, or fewer.
-///
-/// All warps go through the same sections: gate and up of each row of x that a block has, then its tiles of down. There is one place
-/// where anything is multiplied, for code that is long is slow to come.
 KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ const FewExperts p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ Choice choice;
     next();
-    Team team = Team::of(p);
+    int warp = threadIdx.x / 32, warps = blockDim.x / 32 - 1, group = warp / PARTS, part = warp % PARTS;
+    int all = Sizes::items(p) * p.count * p.used, of_row = Sizes::items(p) * p.used, tiles = Sizes::tiles(p);
+    int first = blockIdx.x * all / gridDim.x, end = (blockIdx.x + 1) * all / gridDim.x, row = min(small_quotient(first, of_row), p.count - 1);
+    int down_groups = Sizes::groups(p), down_group = Sizes::parts(p) == 2 ? warp / 2 : warp;
+    bool brings_down = warp < warps && (Sizes::parts(p) == 1 || warp % 2 == 0);
     u32 base = shared_address(shared);
-    bool is_shared = team.warp == team.warps;
-    int of_row = Team::items_of(p) * p.used, row = min(team.first / of_row, p.count - 1), tiles = Team::tiles(p);
-    prepare(p, team, choice, shared);
+    prepare(p, choice, shared);
     previous();
-    if (team.warp < p.count) choose_row(p, choice, shared, team.warp);
-    else stage_x(p, shared, row, team.warp - p.count, team.warps + 1 - p.count);
+    if (warp < p.count) choose_row(p, choice, shared, warp);
+    else stage_x(p, shared, row, warp - p.count, warps + 1 - p.count);
     __syncthreads();
-    if (!is_shared) {
-        int item = team.first + team.group + team.part * p.groups;
-        if (team.part < p.slots && item < team.end) bring_item(p, choice, item, base, team.group * p.slots + team.part);
-        if (team.down_part == 0 && (int)blockIdx.x < tiles) bring_step(p, team, choice, 0, base);
+    if (warp < warps) {
+        int item = first + group + part * p.groups;
+        if (part < p.slots && item < end) bring_item(p, choice, item, base, group * p.slots + part);
+        if (brings_down) bring_down(p, choice, blockIdx.x, down_group, base, down_group, 0);
+        gate_and_up(p, choice, shared, first, end, row);
     }
-    // The tile of down at hand, before that −1. How many items the group has had, or steps, or the last warp products of the tile.
-    int tile = -1, turn = 0, span = team.down_part;
+    if (Sizes::shared_spans(p)) multiply_shared(p, choice, shared, blockIdx.x);
+    if (warps - warp - 1 < p.count && warp < warps) settle_choice(p, choice, warps - warp - 1);
+    __syncthreads();
+    // More of down comes where gate and up have been, and its table where theirs was, while the blocks meet.
+    if (threadIdx.x == blockDim.x - 1) meet(p.meeting);
+    if (brings_down) {
+        int each = (p.count * p.used + down_groups - 1) / down_groups, tile = blockIdx.x, turns = 1;
 #pragma unroll 1
-    while (true) {
-#pragma unroll 1
-        while (true) {
-            Unit unit;
-            Work work;
-            float x[8];
-            if (is_shared) {
-                int spans = Team::shared_spans(p), of = max(tile, (int)blockIdx.x);
-                if (of >= tiles || turn >= p.count * spans) break;
-                int r = turn / spans, s = turn - r * spans, odd = (int)(u64)(p.shared.at + (long)of * TILE * p.shared.row_bytes) & 15;
-                const float *gate = p.shared_gate + (long)r * p.gates_stride, *up = p.shared_up + (long)r * p.gates_stride;
-                shared_numbers(gate, up, s * SPAN + team.lane * 8, p.shared_cols, x);
-                if (turn == 0) barrier_wait(barrier_of(choice, SHARED_BARRIER), of / gridDim.x & 1);
-                unit = down_unit(p, team, choice, p.shared, 0, of, s, p.shared_cols, p.shared_at + odd,
-                                 p.sums_at + (r * Team::steps(p) + p.used * Team::spans(p) + s) * TILE * 4);
-                unit.table = p.table_at[3];
-            } else if (tile < 0) {
-                int item = team.first + team.group + turn * p.groups, slot = team.group * p.slots + turn % p.slots;
-                if (item >= min((row + 1) * of_row, team.end)) break;
-                work = Work::of_item(p, choice, item);
-                barrier_wait(barrier_of(choice, slot), turn / p.slots & 1);
-                unit = item_unit(p, team, choice, work, slot, p.items_at + (team.group * 2 + turn % 2) * PARTS * TILE * 4);
-            } else {
-                if (turn >= (tile / (int)gridDim.x + 1) * Team::down_each(p)) break;
-                DownSlot slot = DownSlot::of(p, team, turn);
-                work = Work::of_step(p, team, choice, turn);
-                int pair = min(work.pair, p.count * p.used - 1), r = small_quotient(pair, p.used), spans = Team::spans(p);
-                eight_numbers(p.inner + (long)pair * p.width, span * SPAN + team.lane * 8, p.width, x);
-                barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot.slot), turn / p.down_slots & 1);
-                unit = down_unit(p, team, choice, p.down, work.expert, tile, span, p.width, slot.at + choice.down_odd[slot.slot],
-                                 p.sums_at + (r * Team::steps(p) + (pair - r * p.used) * spans + span) * TILE * 4);
-                unit.table = p.table_at[2];
-            }
-            if (is_shared || tile >= 0) {
-                store_planes(shared + unit.planes, x);
-                __syncwarp();
-            }
-            if (is_shared || work.expert != NOTHING) multiply_unit(unit, shared);
-            __syncwarp();
-            if (is_shared) {
-                turn++;
-            } else if (tile < 0) {
-                together(1 + team.group, PARTS);
-                // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
-                int ahead = team.first + team.group + (turn + p.slots) * p.groups;
-                if (team.part == turn % PARTS) store_item(p, work, (const float *)(shared + unit.to) - team.part * TILE);
-                if (team.part == (turn + 1) % PARTS && ahead < team.end) bring_item(p, choice, ahead, base, team.group * p.slots + turn % p.slots);
-                turn++;
-            } else if ((span += Team::down_parts(p)) >= Team::spans(p)) {
-                span = team.down_part;
-                if (Team::down_parts(p) > 1) together(1 + team.down_group, Team::down_parts(p));
-                if (team.down_part == 0) bring_step(p, team, choice, turn + p.down_slots, base);
-                turn++;
-            }
+        for (int i = 1; i < p.down_slots; i++, turns++) {
+            if (turns == each) turns = 0, tile += gridDim.x;
+            bring_down(p, choice, tile, down_group + turns * down_groups, base, down_group, i);
         }
+    }
+    if (p.down.type != p.gate.type) fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {(int)threadIdx.x, (int)blockDim.x});
+    __syncthreads();
+    Ring ring = {0, 0};
+#pragma unroll 1
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        if (tile > (int)blockIdx.x && Sizes::shared_spans(p)) {
+            if (warp == warps) bring_shared(p, choice, tile, base);
+            multiply_shared(p, choice, shared, tile);
+        }
+        if (warp < warps) multiply_down(p, choice, shared, tile, ring);
         __syncthreads();
-        if (tile < 0 && (row + 1) * of_row < team.end) {
-            row++;
-            stage_x(p, shared, row, team.warp, team.warps + 1);
-        } else {
-            if (tile < 0) {
-                // More of down comes where gate and up have been, and its table where theirs was, while the blocks meet.
-                tile = blockIdx.x;
-#pragma unroll 1
-                for (int i = 1; i < p.down_slots; i++) {
-                    if (!is_shared && team.down_part == 0) bring_step(p, team, choice, i, base);
-                }
-                if (!is_shared) turn = 0;
-                if (p.down.type != p.gate.type) {
-                    fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {(int)threadIdx.x, (int)blockDim.x});
-                }
-                if (threadIdx.x == blockDim.x - 1) meet(p.meeting);
-            } else {
-                store_tile(p, choice, shared, tile);
-                tile += gridDim.x;
-                if (is_shared && tile < tiles) {
-                    turn = 0;
-                    if (Team::shared_spans(p)) bring_shared(p, choice, tile, base);
-                }
-            }
-            if (tile >= tiles) break;
-        }
+        store_tile(p, choice, shared, tile);
         __syncthreads();
     }
 }

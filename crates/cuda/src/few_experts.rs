@@ -91,7 +91,7 @@ const PLANES: usize = 544;
 const ZEROS: usize = 256;
 
 /// Shared memory of a block beside what is asked for: the kernel's own, and the system's.
-const STATIC: usize = 7 << 10;
+const STATIC: usize = 10 << 10;
 
 /// Bytes of `rows` neighbouring rows of `cols` weights in whole words of 16; plain numbers are read where they lie.
 fn lines(ty: Type, rows: usize, cols: usize) -> usize {
@@ -125,7 +125,7 @@ impl Shape {
         let tables = (second + table(up)).max(table(down));
         let shared_table = if table(of_shared) == 0 { 0 } else { ZEROS + tables };
         let planes_at = ZEROS + tables + table(of_shared);
-        let scratch_at = planes_at + self.cols.div_ceil(SPAN) * PLANES;
+        let scratch_at = planes_at + self.rows.min(2) * self.cols.div_ceil(SPAN) * PLANES;
         let warps = PARTS * groups;
         let sums_at = scratch_at + (warps + 1) * PLANES;
         let steps = self.used * self.width.div_ceil(SPAN) + self.shared_cols.div_ceil(SPAN);

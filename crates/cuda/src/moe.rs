@@ -182,7 +182,7 @@ pub(crate) struct Gates {
 impl Gates {
     /// For a shared expert of `width` inner numbers.
     pub(crate) fn of(spec: &Spec, width: usize) -> Gates {
-        let gate = spec.moe.experts;
+        let gate = spec.moe.experts.next_multiple_of(4);
         Gates {
             gate,
             up: gate + width,
