@@ -42,10 +42,13 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {
                  : "memory");
 }
 
-/// Begins to copy whole words of 16 bytes to shared memory, for which a barrier waits (`barrier_expect`).
+/// Begins to copy whole words of 16 bytes to shared memory, for which a barrier waits (`barrier_expect`). What is copied is read once:
+/// it leaves the second cache before anything else, above all before instructions, which weights would drive out layer by layer.
 DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-                 "r"(bytes), "r"(barrier)
+    u64 once;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier), "l"(once)
                  : "memory");
 }
 
