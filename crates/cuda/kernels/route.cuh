@@ -82,6 +82,15 @@ DEVICE void choose_slowly(const float *logits, int experts, int used, u32 *keys,
     __syncwarp();
 }
 
+/// Logits by falling size to weights with a sum of 1, by a warp.
+DEVICE void softmax_of_chosen(float *weights, int used) {
+    int lane = threadIdx.x % 32;
+    float logit = weights[lane < used ? lane : 0], most = __shfl_sync(~0u, logit, 0);
+    float weight = lane < used ? expf(logit - most) : 0.0f, total = warp_sum(weight);
+    __syncwarp(); // lanes without a choice have read the first one's
+    if (lane < used) weights[lane] = weight / total;
+}
+
 /// Softmax over all experts, the largest ones by falling weight (ties to the lower number), their weights brought to a
 /// sum of 1, and their order by ascending number. `logits`: [experts]; `keys`: as many numbers of shared memory; `ids`,
 /// `weights`, `order`: [used], used at most 32.
@@ -95,8 +104,5 @@ DEVICE void choose(const float *logits, int experts, int used, u32 *keys, u32 *i
     }
     bool listed = experts <= 32 * KEYS_OF_LANE && choose_listed(logits, own, best, used, keys, ids, weights, order);
     if (!listed) choose_slowly(logits, experts, used, keys, ids, weights, order);
-    float logit = weights[lane < used ? lane : 0], most = __shfl_sync(~0u, logit, 0);
-    float weight = lane < used ? expf(logit - most) : 0.0f, total = warp_sum(weight);
-    __syncwarp(); // lanes without a choice have read the first one's
-    if (lane < used) weights[lane] = weight / total;
+    softmax_of_chosen(weights, used);
 }
