@@ -58,9 +58,6 @@ struct Choice {
     float weights[FEW][32];
     u32 pairs[FEW * 32];                    // [row][rank]: its expert, or NOTHING
     int2 ascending[FEW][32];                // by number: the pair, or −1; its weight
-    u32 best[FEW][32], bound[FEW];          // the largest key of each warp; what chosen keys are no less than
-    int listed[FEW];                        // how many keys are no less, and which
-    u32 list[FEW][32];
     u64 barriers[MOST_GROUPS * MOST_SLOTS + MOST_DOWN * MOST_SLOTS + 1];
     int2 odd[MOST_GROUPS * MOST_SLOTS];     // bytes from where copies of gate and up begin to what they bring
     int down_odd[MOST_DOWN * MOST_SLOTS];
@@ -232,13 +229,13 @@ DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item
 }
 
 /// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
-DEVICE void store_item(const FewExperts &p, const Eight &item, const float *sums, bool real) {
+DEVICE void store_item(const FewExperts &p, const Eight &item, const float *sums) {
     int lane = threadIdx.x % 32, output = item.tile * 8 + lane;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < PARTS; i++) sum += sums[i * TILE + lane % TILE];
     float up = __shfl_down_sync(~0u, sum, 8);
-    if (real && lane < 8 && output < p.width) p.inner[(long)item.pair * p.width + output] = silu(sum) * up;
+    if (lane < 8 && output < p.width) p.inner[(long)item.pair * p.width + output] = silu(sum) * up;
 }
 
 /// The items `first` to `end` of a block, by all warps but the last; `row`: of the first one. Copies to all slots have begun.
@@ -247,33 +244,23 @@ DEVICE void gate_and_up(const FewExperts &p, Choice &choice, u8 *shared, int fir
     float *room = (float *)(shared + p.items_at) + group * 2 * PARTS * TILE;
     Ring ring = {0, 0};
     Eight item = Eight::at(p, first + group);
-    // Before there is anything to multiply all code is gone through once: it comes while weights do.
-    int number = first + group, turn = p.gate.plain || p.up.plain || number >= end ? 0 : -1;
+    int number = first + group, turn = 0;
 #pragma unroll 1
     for (int rows_end = (row + 2) * of_row;; rows_end += 2 * of_row) {
 #pragma unroll 1
-        while (number < min(end, rows_end)) {
-            bool real = turn >= 0;
-            int slot = group * p.slots + ring.slot, planes = p.planes_at + (number >= rows_end - of_row ? spans_of(p.cols) * PLANES : 0);
-            float *to = room + (turn & 1) * PARTS * TILE;
+        for (; number < min(end, rows_end); number += p.groups, Eight::step(item, p.groups, items), turn++) {
+            int slot = group * p.slots + ring.slot;
+            float *to = room + turn % 2 * PARTS * TILE;
             bool here = choice.pairs[item.pair] != NOTHING;
-            int2 odd = make_int2(0, 0);
-            if (real) {
-                barrier_wait(barrier_of(choice, slot), ring.parity);
-                odd = choice.odd[slot];
-            }
-            if (here) multiply_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, odd, planes, part, to);
+            int planes = p.planes_at + (number >= rows_end - of_row ? spans_of(p.cols) * PLANES : 0);
+            barrier_wait(barrier_of(choice, slot), ring.parity);
+            if (here) multiply_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, choice.odd[slot], planes, part, to);
             together(1 + group, PARTS);
             // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
-            if (here && part == (turn & 3)) store_item(p, item, to, real);
-            if (real) {
-                int ahead = number + p.slots * p.groups;
-                if (part == (turn + 1) % PARTS && ahead < end) bring_item(p, choice, Eight::at(p, ahead), shared_address(shared), slot);
-                Ring::turn(ring, p.slots);
-                number += p.groups;
-                Eight::step(item, p.groups, items);
-            }
-            turn++;
+            int ahead = number + p.slots * p.groups;
+            if (here && part == turn % PARTS) store_item(p, item, to);
+            if (part == (turn + 1) % PARTS && ahead < end) bring_item(p, choice, Eight::at(p, ahead), shared_address(shared), slot);
+            Ring::turn(ring, p.slots);
         }
         if (rows_end >= end) break;
         together(15, PARTS * p.groups);
@@ -338,9 +325,8 @@ DEVICE void inner_numbers(const float *from, bool inside, float x[8]) {
     x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-/// Products of a tile with the experts of all rows, by all warps but the last. `ring`: goes on from tile to tile. If not `real`, the
-/// code is gone through once, that it may be there in time.
-DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int tile, Ring &ring, bool real) {
+/// Products of a tile with the experts of all rows, by all warps but the last. `ring`: goes on from tile to tile.
+DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int tile, Ring &ring) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = Sizes::parts(p), groups = Sizes::groups(p), spans = Sizes::spans(p);
     int group = parts == 2 ? warp / 2 : warp, part = parts == 2 ? warp % 2 : 0, pairs = p.count * p.used;
     int each = (pairs + groups - 1) / groups, ahead_pair = group + p.down_slots * groups, ahead_tile = tile;
@@ -356,44 +342,58 @@ DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int t
         for (int span = expert == NOTHING ? spans : part; span < spans; span += parts) {
             float x[8];
             inner_numbers(from + span * SPAN, span * SPAN + lane * 8 < p.width, x);
-            if (real) barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot), ring.parity);
-            multiply_tile(p, choice, p.down, expert, x, p.width, shared, real ? at + choice.down_odd[slot] : p.down_at, tile, span, p.table_at[2], to + span * TILE);
+            barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot), ring.parity);
+            multiply_tile(p, choice, p.down, expert, x, p.width, shared, at + choice.down_odd[slot], tile, span, p.table_at[2], to + span * TILE);
         }
-        if (!real) return;
         if (parts == 2) together(1 + group, 2);
         else __syncwarp();
-        if (part == 0) bring_down(p, choice, ahead_tile, ahead_pair, shared_address(shared), group, ring.slot);
+        if (part == 0 && ahead_tile < Sizes::tiles(p)) bring_down(p, choice, ahead_tile, ahead_pair, shared_address(shared), group, ring.slot);
         ahead_pair += groups;
         if (ahead_pair >= each * groups) ahead_pair -= each * groups, ahead_tile += gridDim.x;
         Ring::turn(ring, p.down_slots);
     }
 }
 
-/// Adds up a tile: share · shared expert + Σ weight · down · x over the chosen experts, ascending; a thread for each output of a row.
-DEVICE void store_tile(const FewExperts &p, const Choice &choice, const u8 *shared, int tile, bool real) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < p.count * TILE; i += blockDim.x) {
-        int row = i / TILE, output = tile * TILE + i % TILE, spans = Sizes::spans(p), shared_spans = Sizes::shared_spans(p);
-        if (output >= p.cols) continue;
-        const float *from = (const float *)(shared + p.sums_at) + i % TILE;
-        float *hidden = p.hidden + (long)row * p.cols + output, *sum = p.sum + (long)row * p.cols + output;
-        float before = p.last ? *hidden : 0.0f, total = p.first ? 0.0f : *sum, share = p.first ? p.share[(long)row * p.gates_stride] : 0.0f;
-        if (p.first) {
-            const float *of_shared = from + (p.count * p.used * spans + row * shared_spans) * TILE;
-            for (int s = 0; s < shared_spans; s++) total += of_shared[s * TILE];
-            total *= sigmoid(share);
-        }
-#pragma unroll 5
-        for (int e = 0; e < p.used; e++) {
-            int2 one = choice.ascending[row][e];
-            float dot = 0.0f;
-            for (int s = 0; s < spans; s++) dot += from[(max(one.x, 0) * spans + s) * TILE];
-            total = one.x >= 0 ? fmaf(__int_as_float(one.y), dot, total) : total;
-        }
-        if (!real) continue;
-        if (p.last) *hidden = before + total;
-        else *sum = total;
+/// What a thread needs to add up its output of a row, asked for early.
+struct Output {
+    float before, total, share;
+    bool exists;
+
+    DEVICE Output of(const FewExperts &p, int i, int tile) {
+        int row = i / TILE, column = tile * TILE + i % TILE;
+        Output out = {0.0f, 0.0f, 0.0f, i < p.count * TILE && column < p.cols};
+        if (!out.exists) return out;
+        long place = (long)row * p.cols + column;
+        if (p.last) out.before = p.hidden[place];
+        if (p.first) out.share = p.share[(long)row * p.gates_stride];
+        else out.total = p.sum[place];
+        return out;
     }
+};
+
+/// Adds up an output of a row: share · shared expert + Σ weight · down · x over the chosen experts, ascending.
+DEVICE void store_output(const FewExperts &p, const Choice &choice, const Output &out, const u8 *shared, int i, int tile) {
+    if (!out.exists) return;
+    int row = i / TILE, spans = Sizes::spans(p), shared_spans = Sizes::shared_spans(p);
+    const float *from = (const float *)(shared + p.sums_at) + i % TILE, *of_shared = from + (p.count * p.used * spans + row * shared_spans) * TILE;
+    float total = out.total;
+#pragma unroll 2
+    for (int s = 0; s < shared_spans; s++) total += of_shared[s * TILE];
+    if (p.first) total *= sigmoid(out.share);
+#pragma unroll 5
+    for (int e = 0; e < p.used; e++) {
+        int2 one = choice.ascending[row][e];
+        const float *at = from + max(one.x, 0) * spans * TILE;
+        // Two spans are what there is as a rule.
+        float dot = 0.0f + at[0];
+        if (spans > 1) dot += at[TILE];
+#pragma unroll 1
+        for (int s = 2; s < spans; s++) dot += at[s * TILE];
+        total = one.x >= 0 ? fmaf(__int_as_float(one.y), dot, total) : total;
+    }
+    long place = (long)row * p.cols + tile * TILE + i % TILE;
+    if (p.last) p.hidden[place] = out.before + total;
+    else p.sum[place] = total;
 }
 
 /// Waits until all blocks have come here; what they stored before is there then. By one thread of each.
@@ -412,88 +412,22 @@ DEVICE void meet(u32 *meeting) {
     while (now == before);
 }
 
-/// Key `i` of those that a thread has of a row: neighbouring ones of a warp if there are many, else of all warps.
-DEVICE int expert_of(int i, int experts) {
-    int warps = blockDim.x / 32;
-    return experts >= (int)blockDim.x / 2 ? i : i % 32 * warps + i / 32;
-}
-
-/// Chooses the experts of all rows as `choose` does, by all threads of a block. A warp's largest key is one of a group; as many of
-/// these as are chosen, the largest, bound from below what is chosen. `keys`: [count, experts].
-DEVICE void choose_together(const FewExperts &p, Choice &choice, u32 *keys) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, experts = p.experts;
-    u32 best[FEW] = {};
-#pragma unroll 1
-    for (int i = threadIdx.x; i < 32 * warps * ((experts + 32 * warps - 1) / (32 * warps)); i += blockDim.x) {
-        int e = expert_of(i, experts);
-        float logits[FEW];
-#pragma unroll
-        for (int r = 0; r < FEW; r++) logits[r] = r < p.count && e < experts ? p.logits[(long)r * p.gates_stride + e] : __int_as_float(0x7fffffff);
-#pragma unroll
-        for (int r = 0; r < FEW; r++) {
-            u32 key = order_of(logits[r]);
-            best[r] = max(best[r], key);
-            if (r < p.count && e < experts) keys[r * experts + e] = key;
-        }
-    }
-#pragma unroll
-    for (int r = 0; r < FEW; r++) {
-        if (r >= p.count) break;
-        u32 most = __reduce_max_sync(~0u, best[r]);
-        if (lane == 0) choice.best[r][warp] = most;
-    }
-    __syncthreads();
-    if (warp < p.count) {
-        u32 most = lane < warps ? choice.best[warp][lane] : 0, is = __ballot_sync(~0u, rank_of(most) == p.used - 1);
-        u32 bound = __shfl_sync(~0u, most, __ffs(is) - 1);
-        if (lane == 0) choice.bound[warp] = bound ? bound : 0xffffffffu, choice.listed[warp] = bound ? 0 : 33;
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int r = 0; r < p.count; r++) {
-        u32 bound = choice.bound[r];
-#pragma unroll 1
-        for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-            if (keys[r * experts + e] < bound) continue;
-            int at = atomicAdd(&choice.listed[r], 1);
-            if (at < 32) choice.list[r][at] = e;
-        }
-    }
-    __syncthreads();
-}
-
-/// The rest of it, of row `row`, by a warp: ranks of what is listed.
-DEVICE void rank_listed(const FewExperts &p, Choice &choice, u32 *keys, int row) {
-    int lane = threadIdx.x % 32, count = choice.listed[row], rank = 0;
-    const float *logits = p.logits + (long)row * p.gates_stride;
-    u32 *ids = choice.ids[row], *order = choice.order[row];
-    keys += row * p.experts;
-    if (count <= 32) {
-        u32 id = lane < count ? choice.list[row][lane] : 0, key = lane < count ? keys[id] : 0;
-        float logit = logits[id];
-#pragma unroll 4
-        for (int i = 0; i < 32; i++) {
-            u32 other = __shfl_sync(~0u, key, i), number = __shfl_sync(~0u, id, i);
-            rank += other > key || (other == key && number < id);
-        }
-        if (lane < count && rank < p.used) ids[rank] = id, choice.weights[row][rank] = logit;
-        __syncwarp();
-        id = ids[lane], rank = 0;
-#pragma unroll 2
-        for (int i = 0; i < p.used; i++) rank += __shfl_sync(~0u, id, i) < id;
-        if (lane < p.used) order[rank] = lane;
-    } else {
-        choose_slowly(logits, p.experts, p.used, keys, ids, choice.weights[row], order);
-    }
+/// The choice of row `row`, by a warp.
+DEVICE void choose_row(const FewExperts &p, Choice &choice, u8 *shared, int row) {
+    int lane = threadIdx.x % 32;
+    u32 *keys = (u32 *)(shared + p.scratch_at) + row * p.experts;
+    choose_experts(p.logits + (long)row * p.gates_stride, p.experts, p.used, keys, choice.ids[row], choice.weights[row]);
     __syncwarp();
-    softmax_of_chosen(choice.weights[row], p.used);
-    u32 id = ids[lane];
-    if (lane < p.used) choice.pairs[row * p.used + lane] = has(p.mask, id) ? id : NOTHING;
+    if (lane >= p.used) return;
+    u32 id = choice.ids[row][lane];
+    choice.pairs[row * p.used + lane] = has(p.mask, id) ? id : NOTHING;
 }
 
 /// What is left to do of the choice of a row when copies have begun, by a warp.
 DEVICE void settle_choice(const FewExperts &p, Choice &choice, int row) {
     int lane = threadIdx.x % 32, at = row * p.used + lane;
+    weigh_experts(choice.ids[row], p.used, choice.weights[row], choice.order[row]);
+    __syncwarp();
     if (lane >= p.used) return;
     u32 rank = choice.order[row][lane], pair = row * p.used + rank;
     choice.ascending[row][lane] = make_int2(choice.pairs[pair] == NOTHING ? -1 : (int)pair, __float_as_int(choice.weights[row][rank]));
@@ -501,19 +435,21 @@ DEVICE void settle_choice(const FewExperts &p, Choice &choice, int row) {
     p.ids[at] = choice.ids[row][lane], p.weights[at] = choice.weights[row][lane], p.order[at] = choice.order[row][lane];
 }
 
-/// Barriers, the shared expert's tile, zeros and tables: what does not depend on the kernel before.
+/// Barriers, the shared expert's tile, zeros and tables: what does not depend on the kernel before, by all warps but those that choose.
 DEVICE void prepare(const FewExperts &p, Choice &choice, u8 *shared) {
-    Threads all = {(int)threadIdx.x, (int)blockDim.x};
+    int lane = threadIdx.x % 32;
+    Threads by = {(int)threadIdx.x - 32 * p.count, (int)blockDim.x - 32 * p.count};
     if (threadIdx.x / 32 == blockDim.x / 32 - 1) {
-        for (int i = threadIdx.x % 32; i <= SHARED_BARRIER; i += 32) barrier_init(barrier_of(choice, i), arrivals());
+        for (int i = lane; i <= SHARED_BARRIER; i += 32) barrier_init(barrier_of(choice, i), arrivals());
         barriers_made();
         __syncwarp();
         if (Sizes::shared_spans(p) && (int)blockIdx.x < Sizes::tiles(p)) bring_shared(p, choice, blockIdx.x, shared_address(shared));
     }
-    for (int i = all.thread; i < ZEROS / 4; i += all.threads) ((u32 *)shared)[i] = 0;
-    fill_table_of(p.gate.type, (u32 *)(shared + p.table_at[0]), all);
-    if (p.up.type != p.gate.type) fill_table_of(p.up.type, (u32 *)(shared + p.table_at[1]), all);
-    if (p.table_at[3] > ZEROS) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[3]), all);
+    if (by.thread < 0) return;
+    for (int i = by.thread; i < ZEROS / 4; i += by.threads) ((u32 *)shared)[i] = 0;
+    fill_table_of(p.gate.type, (u32 *)(shared + p.table_at[0]), by);
+    if (p.up.type != p.gate.type) fill_table_of(p.up.type, (u32 *)(shared + p.table_at[1]), by);
+    if (p.table_at[3] > ZEROS) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[3]), by);
 }
 
 /// Grid: a block for each multiprocessor, or fewer.
@@ -531,18 +467,17 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
     Eight item = Eight::at(p, number);
     prepare(p, choice, shared);
     previous();
-    u32 *keys = (u32 *)(shared + p.scratch_at);
-    choose_together(p, choice, keys);
-    if (warp < p.count) rank_listed(p, choice, keys, warp);
+    if (warp < p.count) choose_row(p, choice, shared, warp);
     else stage_x(p, shared, row, warp - p.count, warps + 1 - p.count);
     __syncthreads();
     if (warp < warps) {
         if (part < p.slots && number < end) bring_item(p, choice, item, base, group * p.slots + part);
         if (brings_down) bring_down(p, choice, blockIdx.x, down_group, base, down_group, 0);
         gate_and_up(p, choice, shared, first, end, row);
+    } else {
+        for (int r = 0; r < p.count; r++) settle_choice(p, choice, r);
     }
     if (Sizes::shared_spans(p)) multiply_shared(p, choice, shared, blockIdx.x);
-    if (warps - warp - 1 < p.count && warp < warps) settle_choice(p, choice, warps - warp - 1);
     __syncthreads();
     // More of down comes where gate and up have been, and its table where theirs was, while the blocks meet.
     if (threadIdx.x == blockDim.x - 1) meet(p.meeting);
@@ -551,21 +486,23 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
 #pragma unroll 1
         for (int i = 1; i < p.down_slots; i++, turns++) {
             if (turns == each) turns = 0, tile += gridDim.x;
+            if (tile >= tiles) break;
             bring_down(p, choice, tile, down_group + turns * down_groups, base, down_group, i);
         }
     }
     if (p.down.type != p.gate.type) fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {(int)threadIdx.x, (int)blockDim.x});
+    __syncthreads();
     Ring ring = {0, 0};
 #pragma unroll 1
-    for (int tile = (int)blockIdx.x - (int)gridDim.x; tile < tiles; tile += gridDim.x) {
-        bool real = tile >= 0;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         if (tile > (int)blockIdx.x && Sizes::shared_spans(p)) {
             if (warp == warps) bring_shared(p, choice, tile, base);
             multiply_shared(p, choice, shared, tile);
         }
-        if (warp < warps && (real || !p.down.plain)) multiply_down(p, choice, shared, max(tile, 0), ring, real);
-        if (real) __syncthreads();
-        store_tile(p, choice, shared, max(tile, 0), real);
+        if (warp < warps) multiply_down(p, choice, shared, tile, ring);
+        Output out = Output::of(p, threadIdx.x, tile);
         __syncthreads();
+        store_output(p, choice, out, shared, threadIdx.x, tile);
+        if (tile + (int)gridDim.x < tiles) __syncthreads();
     }
 }
