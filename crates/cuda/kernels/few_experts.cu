@@ -46,7 +46,7 @@ struct FewExperts {
     u32 *meeting;                           // how many blocks are there, and how often all were
     int width, cols, experts, used, gates_stride, count, shared_cols;
     int first, last;                        // whether this is the first and the last wave
-    int groups, slots, down_slots;          // slots: of each group
+    int groups, slots, down_slots;          // slots: of each group, powers of two
     int slot_bytes, high_at, down_bytes;    // of a slot of gate and up, where up begins in it, and of a slot of down
     int table_at[4];                        // of gate, up, down, shared
     int planes_at, scratch_at, sums_at, items_at, shared_at, down_at, slots_at;
@@ -72,6 +72,9 @@ struct Sizes {
     DEVICE int shared_spans(const FewExperts &p) { return p.first ? spans_of(p.shared_cols) : 0; }
     DEVICE int tiles(const FewExperts &p) { return (p.cols + TILE - 1) / TILE; }
 
+    /// Warps but for the last one, which has the shared expert.
+    DEVICE int warps(const FewExperts &p) { return PARTS * p.groups; }
+
     /// Warps that share the spans of a tile of down, and groups of them.
     DEVICE int parts(const FewExperts &p) { return min(2, spans(p)); }
     DEVICE int groups(const FewExperts &p) { return PARTS * p.groups / parts(p); }
@@ -80,6 +83,13 @@ struct Sizes {
 DEVICE u32 barrier_of(const Choice &choice, int i) { return shared_address(choice.barriers + i); }
 
 const int DOWN_BARRIERS = MOST_GROUPS * MOST_SLOTS, SHARED_BARRIER = DOWN_BARRIERS + MOST_DOWN * MOST_SLOTS;
+
+/// This thread's number, read anew: where it would otherwise be kept in a register through all products.
+DEVICE int thread_again() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
 
 /// Waits for `warps` warps of a block, which share named barrier `name`.
 DEVICE void together(int name, int warps) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(32 * warps) : "memory"); }
@@ -122,15 +132,6 @@ DEVICE void begin_copies(u32 barrier, u32 to, const Lines &a, u32 second_to, con
     if (lane == 0) barrier_arrive(barrier);
 #endif
 }
-
-/// A ring of slots: the one whose turn it is, where it lies, and the parity of its barrier.
-struct Ring {
-    int slot, parity;
-
-    DEVICE void turn(Ring &ring, int slots) {
-        if (++ring.slot == slots) ring.slot = 0, ring.parity ^= 1;
-    }
-};
 
 /// A pair and eight of its inner numbers.
 struct Eight {
@@ -195,7 +196,7 @@ DEVICE void stage_x(const FewExperts &p, u8 *shared, int row, int warp, int warp
 }
 
 /// Sums of an item's 16 rows by this warp's part of the columns, of its slot at `at`.
-DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item, u8 *shared, int at, int2 odd, int planes, int part, float *to) {
+DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item, u8 *shared, int at, int2 odd, int planes, int part, int to) {
     int lane = threadIdx.x % 32, g = lane / 4, spans = (spans_of(p.cols) + PARTS - 1) / PARTS, span = part * spans;
     int columns = min(spans * SPAN, p.cols - span * SPAN);
     float low = 0.0f, high = 0.0f;
@@ -225,7 +226,8 @@ DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item
         }
     }
     low = row_sum(low), high = row_sum(high);
-    if (lane % 4 == 0) to[part * TILE + g] = low, to[part * TILE + g + 8] = high;
+    float *sums = (float *)(shared + to) + part * TILE + g;
+    if (lane % 4 == 0) sums[0] = low, sums[8] = high;
 }
 
 /// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
@@ -241,26 +243,23 @@ DEVICE void store_item(const FewExperts &p, const Eight &item, const float *sums
 /// The items `first` to `end` of a block, by all warps but the last; `row`: of the first one. Copies to all slots have begun.
 DEVICE void gate_and_up(const FewExperts &p, Choice &choice, u8 *shared, int first, int end, int row) {
     int warp = threadIdx.x / 32, group = warp / PARTS, part = warp % PARTS, items = Sizes::items(p), of_row = items * p.used;
-    float *room = (float *)(shared + p.items_at) + group * 2 * PARTS * TILE;
-    Ring ring = {0, 0};
     Eight item = Eight::at(p, first + group);
     int number = first + group, turn = 0;
 #pragma unroll 1
     for (int rows_end = (row + 2) * of_row;; rows_end += 2 * of_row) {
 #pragma unroll 1
         for (; number < min(end, rows_end); number += p.groups, Eight::step(item, p.groups, items), turn++) {
-            int slot = group * p.slots + ring.slot;
-            float *to = room + turn % 2 * PARTS * TILE;
+            int slot = group * p.slots + (turn & (p.slots - 1));
+            int to = p.items_at + (group * 2 + turn % 2) * PARTS * TILE * 4;
             bool here = choice.pairs[item.pair] != NOTHING;
             int planes = p.planes_at + (number >= rows_end - of_row ? spans_of(p.cols) * PLANES : 0);
-            barrier_wait(barrier_of(choice, slot), ring.parity);
+            barrier_wait(barrier_of(choice, slot), (turn & p.slots) != 0);
             if (here) multiply_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, choice.odd[slot], planes, part, to);
             together(1 + group, PARTS);
             // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
             int ahead = number + p.slots * p.groups;
-            if (here && part == turn % PARTS) store_item(p, item, to);
+            if (here && part == turn % PARTS) store_item(p, item, (const float *)(shared + to));
             if (part == (turn + 1) % PARTS && ahead < end) bring_item(p, choice, Eight::at(p, ahead), shared_address(shared), slot);
-            Ring::turn(ring, p.slots);
         }
         if (rows_end >= end) break;
         together(15, PARTS * p.groups);
@@ -278,7 +277,7 @@ DEVICE int low_row() {
 /// Multiplies eight numbers of each lane, a span of one of `width` numbers, with a tile of an expert whose first row lies at `at`, and
 /// leaves 16 sums. `planes`: of this warp.
 DEVICE void multiply_tile(const FewExperts &p, Choice &choice, const Experts &e, u32 expert, const float x[8], int width, u8 *shared, int at,
-                          int tile, int span, int table, float *to) {
+                          int tile, int span, int table, int to) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = low_row(), planes = p.scratch_at + warp * PLANES;
     float sums[2] = {};
     Halves rows;
@@ -294,14 +293,15 @@ DEVICE void multiply_tile(const FewExperts &p, Choice &choice, const Experts &e,
     __syncwarp();
     multiply_halves(sums, e.type, shared, rows, planes, min(SPAN, width - span * SPAN), table);
     float low = row_sum(sums[0]), high = row_sum(sums[1]);
-    if (lane % 4 == 0) to[row] = low, to[row + 2] = high;
+    float *out = (float *)(shared + to) + low_row();
+    if (lane % 4 == 0) out[0] = low, out[2] = high;
 }
 
 /// Products of the shared expert's tile with all rows: of few by the last warp, else by all.
 DEVICE void multiply_shared(const FewExperts &p, Choice &choice, u8 *shared, int tile) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, spans = Sizes::shared_spans(p), all = p.count * spans;
+    int thread = thread_again(), lane = thread % 32, warp = thread / 32, warps = Sizes::warps(p) + 1, spans = Sizes::shared_spans(p), all = p.count * spans;
     bool few = all <= 4;
-    float *sums = (float *)(shared + p.sums_at) + p.count * p.used * Sizes::spans(p) * TILE;
+    int sums = p.sums_at + p.count * p.used * Sizes::spans(p) * TILE * 4;
     int odd = (int)(u64)(p.shared.at + (long)tile * TILE * p.shared.row_bytes) & 15;
     if (tile >= Sizes::tiles(p)) return;
 #pragma unroll 1
@@ -314,7 +314,7 @@ DEVICE void multiply_shared(const FewExperts &p, Choice &choice, u8 *shared, int
 #pragma unroll
         for (int k = 0; k < 8; k++) gate[k] = silu(gate[k]) * up[k];
         barrier_wait(barrier_of(choice, SHARED_BARRIER), tile / gridDim.x & 1);
-        multiply_tile(p, choice, p.shared, 0, gate, p.shared_cols, shared, p.shared_at + odd, tile, span, p.table_at[3], sums + i * TILE);
+        multiply_tile(p, choice, p.shared, 0, gate, p.shared_cols, shared, p.shared_at + odd, tile, span, p.table_at[3], sums + i * TILE * 4);
     }
 }
 
@@ -325,32 +325,52 @@ DEVICE void inner_numbers(const float *from, bool inside, float x[8]) {
     x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-/// Products of a tile with the experts of all rows, by all warps but the last. `ring`: goes on from tile to tile.
-DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int tile, Ring &ring) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = Sizes::parts(p), groups = Sizes::groups(p), spans = Sizes::spans(p);
-    int group = parts == 2 ? warp / 2 : warp, part = parts == 2 ? warp % 2 : 0, pairs = p.count * p.used;
-    int each = (pairs + groups - 1) / groups, ahead_pair = group + p.down_slots * groups, ahead_tile = tile;
-    float *to = (float *)(shared + p.sums_at) + group * spans * TILE;
-    const float *from = p.inner + (long)group * p.width + lane * 8;
-    // All groups have as many turns.
-    while (ahead_pair >= each * groups) ahead_pair -= each * groups, ahead_tile += gridDim.x;
+/// What a group of down has in its turn: a pair of a tile. All groups have as many turns a tile, some of them with nothing to do.
+struct Turn {
+    int tile, pair;
+
+    DEVICE int of_tile(const FewExperts &p) { return (p.count * p.used + Sizes::groups(p) - 1) / Sizes::groups(p); }
+
+    DEVICE Turn at(const FewExperts &p, int group, int turn) {
+        int of = of_tile(p), tiles = small_quotient(turn, of);
+        return {(int)(blockIdx.x + tiles * gridDim.x), group + (turn - tiles * of) * Sizes::groups(p)};
+    }
+};
+
+/// Begins to copy what a group has in turn `turn`, by a warp; nothing behind the block's last tile.
+DEVICE void bring_turn(const FewExperts &p, Choice &choice, u32 shared, int group, int turn) {
+    Turn next = Turn::at(p, group, turn);
+    if (next.tile < Sizes::tiles(p)) bring_down(p, choice, next.tile, next.pair, shared, group, turn & (p.down_slots - 1));
+}
+
+/// The same for the turns from `first` to `end` of this warp's group, by one of its warps.
+DEVICE void bring_turns(const FewExperts &p, Choice &choice, u32 shared, int first, int end) {
+    int warp = thread_again() / 32, parts = Sizes::parts(p);
+    if (parts == 2 && warp % 2) return;
 #pragma unroll 1
-    for (int pair = group; pair < each * groups; pair += groups, to += groups * spans * TILE, from += (long)groups * p.width) {
-        u32 expert = pair < pairs ? choice.pairs[pair] : NOTHING;
-        int slot = group * p.down_slots + ring.slot, at = down_place(p, group, ring.slot);
+    for (int turn = first; turn < end; turn++) bring_turn(p, choice, shared, parts == 2 ? warp / 2 : warp, turn);
+}
+
+/// Products of a tile with the experts of all rows, by all warps but the last. `turn`: the first one of the tile.
+DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int tile, int turn) {
+    int warp = thread_again() / 32, parts = Sizes::parts(p), spans = Sizes::spans(p), group = parts == 2 ? warp / 2 : warp;
+    int part = parts == 2 ? warp % 2 : 0;
+#pragma unroll 1
+    for (int end = turn + Turn::of_tile(p); turn < end; turn++) {
+        int pair = Turn::at(p, group, turn).pair, place = turn & (p.down_slots - 1), slot = group * p.down_slots + place;
+        u32 expert = pair < p.count * p.used ? choice.pairs[pair] : NOTHING;
 #pragma unroll 1
         for (int span = expert == NOTHING ? spans : part; span < spans; span += parts) {
             float x[8];
-            inner_numbers(from + span * SPAN, span * SPAN + lane * 8 < p.width, x);
-            barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot), ring.parity);
-            multiply_tile(p, choice, p.down, expert, x, p.width, shared, at + choice.down_odd[slot], tile, span, p.table_at[2], to + span * TILE);
+            int column = span * SPAN + threadIdx.x % 32 * 8;
+            inner_numbers(p.inner + (long)pair * p.width + column, column < p.width, x);
+            barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot), (turn & p.down_slots) != 0);
+            multiply_tile(p, choice, p.down, expert, x, p.width, shared, down_place(p, group, place) + choice.down_odd[slot], tile, span,
+                          p.table_at[2], p.sums_at + (pair * spans + span) * TILE * 4);
         }
         if (parts == 2) together(1 + group, 2);
         else __syncwarp();
-        if (part == 0 && ahead_tile < Sizes::tiles(p)) bring_down(p, choice, ahead_tile, ahead_pair, shared_address(shared), group, ring.slot);
-        ahead_pair += groups;
-        if (ahead_pair >= each * groups) ahead_pair -= each * groups, ahead_tile += gridDim.x;
-        Ring::turn(ring, p.down_slots);
+        if (part == 0) bring_turn(p, choice, shared_address(shared), group, turn + p.down_slots);
     }
 }
 
@@ -400,7 +420,6 @@ DEVICE void store_output(const FewExperts &p, const Choice &choice, const Output
 DEVICE void meet(u32 *meeting) {
     u32 before, here;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(meeting + 1) : "memory");
-    __threadfence();
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(here) : "l"(meeting) : "memory");
     if (here == gridDim.x - 1) {
         asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(meeting) : "memory");
@@ -435,17 +454,30 @@ DEVICE void settle_choice(const FewExperts &p, Choice &choice, int row) {
     p.ids[at] = choice.ids[row][lane], p.weights[at] = choice.weights[row][lane], p.order[at] = choice.order[row][lane];
 }
 
-/// Barriers, the shared expert's tile, zeros and tables: what does not depend on the kernel before, by all warps but those that choose.
-DEVICE void prepare(const FewExperts &p, Choice &choice, u8 *shared) {
-    int lane = threadIdx.x % 32;
-    Threads by = {(int)threadIdx.x - 32 * p.count, (int)blockDim.x - 32 * p.count};
-    if (threadIdx.x / 32 == blockDim.x / 32 - 1) {
-        for (int i = lane; i <= SHARED_BARRIER; i += 32) barrier_init(barrier_of(choice, i), arrivals());
+/// What warps do before the first copies of what was chosen: so many choose, stage x, and, the last ones, make zeros and tables.
+struct Roles {
+    int choosing, staging, others;
+
+    DEVICE Roles of(const FewExperts &p) {
+        int choosing = min(p.count, Sizes::warps(p)), left = Sizes::warps(p) + 1 - choosing;
+        // Too few warps: all but those that choose do both.
+        int staging = left >= 12 ? min(8, left - 8) : left;
+        Roles roles = {choosing, staging, left >= 12 ? left - staging : left};
+        return roles;
+    }
+};
+
+/// Barriers, the shared expert's tile, zeros and tables: what does not depend on the kernel before.
+DEVICE void prepare(const FewExperts &p, Choice &choice, u8 *shared, const Roles &roles) {
+    int thread = threadIdx.x - 32 * (Sizes::warps(p) + 1 - roles.others);
+    if (threadIdx.x / 32 == Sizes::warps(p)) {
+        for (int i = threadIdx.x % 32; i <= SHARED_BARRIER; i += 32) barrier_init(barrier_of(choice, i), arrivals());
         barriers_made();
         __syncwarp();
         if (Sizes::shared_spans(p) && (int)blockIdx.x < Sizes::tiles(p)) bring_shared(p, choice, blockIdx.x, shared_address(shared));
     }
-    if (by.thread < 0) return;
+    if (thread < 0) return;
+    Threads by = {thread, 32 * roles.others};
     for (int i = by.thread; i < ZEROS / 4; i += by.threads) ((u32 *)shared)[i] = 0;
     fill_table_of(p.gate.type, (u32 *)(shared + p.table_at[0]), by);
     if (p.up.type != p.gate.type) fill_table_of(p.up.type, (u32 *)(shared + p.table_at[1]), by);
@@ -457,22 +489,24 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
     extern __shared__ __align__(16) u8 shared[];
     __shared__ Choice choice;
     next();
-    int warp = threadIdx.x / 32, warps = blockDim.x / 32 - 1, group = warp / PARTS, part = warp % PARTS;
-    int all = Sizes::items(p) * p.count * p.used, of_row = Sizes::items(p) * p.used, tiles = Sizes::tiles(p);
+    int warp = threadIdx.x / 32, group = warp / PARTS, part = warp % PARTS;
+    int all = Sizes::items(p) * p.count * p.used, of_row = Sizes::items(p) * p.used;
     int first = blockIdx.x * all / gridDim.x, end = (blockIdx.x + 1) * all / gridDim.x, row = min(small_quotient(first, of_row), p.count - 1);
-    int down_groups = Sizes::groups(p), down_group = Sizes::parts(p) == 2 ? warp / 2 : warp;
-    bool brings_down = warp < warps && (Sizes::parts(p) == 1 || warp % 2 == 0);
     u32 base = shared_address(shared);
     int number = first + group + part * p.groups; // of the first item that this warp asks for
     Eight item = Eight::at(p, number);
-    prepare(p, choice, shared);
+    Roles roles = Roles::of(p);
+    prepare(p, choice, shared, roles);
     previous();
-    if (warp < p.count) choose_row(p, choice, shared, warp);
-    else stage_x(p, shared, row, warp - p.count, warps + 1 - p.count);
+    if (warp < roles.choosing) {
+        for (int r = warp; r < p.count; r += roles.choosing) choose_row(p, choice, shared, r);
+    } else if (warp < roles.choosing + roles.staging) {
+        stage_x(p, shared, row, warp - roles.choosing, roles.staging);
+    }
     __syncthreads();
-    if (warp < warps) {
+    if (warp < Sizes::warps(p)) {
         if (part < p.slots && number < end) bring_item(p, choice, item, base, group * p.slots + part);
-        if (brings_down) bring_down(p, choice, blockIdx.x, down_group, base, down_group, 0);
+        bring_turns(p, choice, base, 0, 1);
         gate_and_up(p, choice, shared, first, end, row);
     } else {
         for (int r = 0; r < p.count; r++) settle_choice(p, choice, r);
@@ -480,29 +514,22 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
     if (Sizes::shared_spans(p)) multiply_shared(p, choice, shared, blockIdx.x);
     __syncthreads();
     // More of down comes where gate and up have been, and its table where theirs was, while the blocks meet.
-    if (threadIdx.x == blockDim.x - 1) meet(p.meeting);
-    if (brings_down) {
-        int each = (p.count * p.used + down_groups - 1) / down_groups, tile = blockIdx.x, turns = 1;
-#pragma unroll 1
-        for (int i = 1; i < p.down_slots; i++, turns++) {
-            if (turns == each) turns = 0, tile += gridDim.x;
-            if (tile >= tiles) break;
-            bring_down(p, choice, tile, down_group + turns * down_groups, base, down_group, i);
-        }
-    }
-    if (p.down.type != p.gate.type) fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {(int)threadIdx.x, (int)blockDim.x});
+    int thread = thread_again();
+    if (thread == blockDim.x - 1) meet(p.meeting);
+    if (thread / 32 < Sizes::warps(p)) bring_turns(p, choice, base, 1, p.down_slots);
+    if (p.down.type != p.gate.type) fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {thread, (int)blockDim.x});
     __syncthreads();
-    Ring ring = {0, 0};
 #pragma unroll 1
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        if (tile > (int)blockIdx.x && Sizes::shared_spans(p)) {
-            if (warp == warps) bring_shared(p, choice, tile, base);
+    for (int tile = blockIdx.x, turn = 0; tile < Sizes::tiles(p); tile += gridDim.x, turn += Turn::of_tile(p)) {
+        if (turn > 0 && Sizes::shared_spans(p)) {
+            if (thread_again() / 32 == Sizes::warps(p)) bring_shared(p, choice, tile, base);
             multiply_shared(p, choice, shared, tile);
         }
-        if (warp < warps) multiply_down(p, choice, shared, tile, ring);
-        Output out = Output::of(p, threadIdx.x, tile);
+        if (thread_again() / 32 < Sizes::warps(p)) multiply_down(p, choice, shared, tile, turn);
+        int i = thread_again();
+        Output out = Output::of(p, i, tile);
         __syncthreads();
-        store_output(p, choice, out, shared, threadIdx.x, tile);
-        if (tile + (int)gridDim.x < tiles) __syncthreads();
+        store_output(p, choice, out, shared, i, tile);
+        if (tile + (int)gridDim.x < Sizes::tiles(p)) __syncthreads();
     }
 }

@@ -107,8 +107,10 @@ impl Shape {
         let items = self.rows * self.used * self.width.div_ceil(8);
         let of_block = items.div_ceil(processors);
         // One round of all groups needs no second slot.
-        let enough = |groups: usize| of_block.div_ceil(groups).min(MOST_SLOTS);
-        let mut ways = (1..=MOST_GROUPS).rev().flat_map(|groups| (1..=enough(groups)).rev().map(move |slots| (groups, slots)));
+        let enough = |groups: usize| of_block.div_ceil(groups).next_power_of_two().min(MOST_SLOTS);
+        let mut ways = (1..=MOST_GROUPS).rev().flat_map(|groups| {
+            [4, 2, 1].into_iter().filter(move |&slots| slots <= enough(groups)).map(move |slots| (groups, slots))
+        });
         // Two slots a group, unless one is enough; all groups before that.
         let found = ways.find(|&(groups, slots)| {
             slots >= enough(groups).min(2) && self.place(groups, slots, shared).1 + STATIC <= shared
@@ -139,7 +141,9 @@ impl Shape {
         let high_at = lines(gate, 8, self.cols);
         let slot_bytes = high_at + lines(up, 8, self.cols);
         let all = groups * slots * slot_bytes;
-        let down_slots = 1 + (all / (down_groups * down_bytes).max(1)).min(MOST_SLOTS - 1);
+        // The first slot of each group is beside those of gate and up.
+        let more = all / (down_groups * down_bytes).max(1);
+        let down_slots = [4, 2].into_iter().find(|slots| slots - 1 <= more).unwrap_or(1);
         let layout = Layout {
             groups: groups as i32,
             slots: slots as i32,
