@@ -109,7 +109,10 @@ impl Shape {
         // One round of all groups needs no second slot.
         let enough = |groups: usize| of_block.div_ceil(groups).next_power_of_two().min(MOST_SLOTS);
         let mut ways = (1..=MOST_GROUPS).rev().flat_map(|groups| {
-            [4, 2, 1].into_iter().filter(move |&slots| slots <= enough(groups)).map(move |slots| (groups, slots))
+            [4, 2, 1]
+                .into_iter()
+                .filter(move |&slots| slots <= enough(groups))
+                .map(move |slots| (groups, slots))
         });
         // Two slots a group, unless one is enough; all groups before that.
         let found = ways.find(|&(groups, slots)| {
@@ -117,6 +120,12 @@ impl Shape {
         });
         let (groups, slots) = found.unwrap_or((1, 1));
         self.place(groups, slots, shared)
+    }
+
+    /// Rows of `left` that are computed at once: as many as there is shared memory for. Bits do not depend on it.
+    fn most_rows(&self, left: usize, shared: usize, processors: usize) -> usize {
+        let fits = |&rows: &usize| Shape { rows, ..*self }.layout(shared, processors).1 + STATIC <= shared;
+        (1..=left.min(FEW)).rev().find(fits).unwrap_or(1)
     }
 
     fn place(&self, groups: usize, slots: usize, shared: usize) -> (Layout, usize) {
@@ -186,37 +195,47 @@ impl Cuda {
         };
         let first = !open.summed;
         open.summed = true;
-        for row in (0..rows).step_by(FEW) {
-            let count = FEW.min(rows - row);
-            self.few_experts_rows(open, (triplet, shared), (row, count), inner, (mask, first, last))?;
+        let shape = self.shape(triplet, &shared);
+        let (room, processors) = (self.device.shared, self.device.processors as usize);
+        let mut row = 0;
+        while row < rows {
+            let count = shape.most_rows(rows - row, room, processors);
+            let shape = Shape { rows: count, ..shape };
+            self.few_experts_rows(open, (triplet, shared), (row, shape), inner, (mask, first, last))?;
+            row += count;
         }
         Ok(())
     }
 
-    /// The same of `count` rows from `row` on.
+    /// The shape of a layer's experts, for one row.
+    fn shape(&self, [gate, up, down]: Triplet, shared: &Experts) -> Shape {
+        let spec = &self.model.spec;
+        Shape {
+            types: [gate.ty, up.ty, down.ty, shared.ty],
+            rows: 1,
+            cols: spec.hidden,
+            width: gate.rows,
+            shared_cols: shared.cols,
+            experts: spec.moe.experts,
+            used: spec.moe.used,
+        }
+    }
+
+    /// The same of the rows of a shape, from `row` on.
     fn few_experts_rows(
         &self,
         open: &Open,
         ([gate, up, down], shared): (Triplet, Experts),
-        (row, count): (usize, usize),
+        (row, shape): (usize, Shape),
         inner: u64,
         (mask, first, last): (Mask, bool, bool),
     ) -> Done {
-        let (spec, buffers) = (&self.model.spec, &open.buffers);
+        let (spec, buffers, count) = (&self.model.spec, &open.buffers, shape.rows);
         let columns = Gates::of(spec, shared.cols);
         let (used, hidden) = (spec.moe.used, spec.hidden);
         let gates = buffers.gates.at() + 4 * (row * columns.stride) as u64;
         let chosen = 4 * (row * used) as u64;
         let rows = 4 * (row * hidden) as u64;
-        let shape = Shape {
-            types: [gate.ty, up.ty, down.ty, shared.ty],
-            rows: count,
-            cols: hidden,
-            width: gate.rows,
-            shared_cols: shared.cols,
-            experts: spec.moe.experts,
-            used,
-        };
         let processors = self.device.processors as usize;
         let (layout, bytes) = shape.layout(self.device.shared, processors);
         let p = Single {
@@ -253,5 +272,134 @@ impl Cuda {
         let blocks = processors.min(items.max(hidden.div_ceil(TILE)));
         let threads = 32 * (PARTS * layout.groups as usize + 1);
         self.device.launch(&self.kernels.few_experts, (blocks, 1, 1), threads, bytes, &p)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the kernel's source says a constant is: a number, or a product of those before it.
+    fn of_kernel(name: &str) -> usize {
+        let sources = [include_str!("../kernels/few_experts.cu"), include_str!("../kernels/planes.cuh")];
+        let before = format!("const int {name} = ");
+        let places: Vec<&str> = sources.iter().flat_map(|text| text.split(before.as_str()).skip(1)).collect();
+        let [place] = places[..] else { panic!("{name} is defined in {} places", places.len()) };
+        let digits: String = place.chars().take_while(char::is_ascii_digit).collect();
+        digits.parse().expect("a number")
+    }
+
+    #[test]
+    fn constants_are_those_of_the_kernel() {
+        for (name, value) in [
+            ("PARTS", PARTS),
+            ("MOST_GROUPS", MOST_GROUPS),
+            ("MOST_SLOTS", MOST_SLOTS),
+            ("PLANES", PLANES),
+            ("ZEROS", ZEROS),
+        ] {
+            assert_eq!(of_kernel(name), value, "{name}");
+        }
+    }
+
+    fn of_80b(types: [Type; 4], rows: usize) -> Shape {
+        Shape { types, rows, cols: 2048, width: 512, shared_cols: 512, experts: 512, used: 10 }
+    }
+
+    /// Mixes of types of the 80B's files, and extremes.
+    fn mixes() -> Vec<[Type; 4]> {
+        use Type as T;
+        vec![
+            [T::IQ2_XXS, T::IQ2_XXS, T::IQ2_XXS, T::Q8_0],
+            [T::IQ2_XXS, T::IQ2_XXS, T::IQ2_XS, T::Q8_0],
+            [T::IQ3_XXS, T::IQ3_XXS, T::IQ3_S, T::Q8_0],
+            [T::IQ1_M, T::IQ1_M, T::IQ2_XS, T::Q4_K],
+            [T::IQ2_S, T::IQ2_S, T::MXFP4, T::IQ4_XS],
+            [T::IQ4_XS, T::IQ4_NL, T::Q6_K, T::Q8_0],
+            [T::Q8_0, T::Q8_0, T::Q8_0, T::Q8_0],
+            [T::F32, T::F32, T::F32, T::F32],
+        ]
+    }
+
+    #[test]
+    fn layouts_fit_every_gpu() {
+        for shared in [99 << 10, 163 << 10, 227 << 10] {
+            for processors in [16, 46, 72, 108, 132, 170] {
+                for types in mixes() {
+                    for left in 1..=2 * FEW {
+                        let rows = of_80b(types, 1).most_rows(left, shared, processors);
+                        assert!((1..=left.min(FEW)).contains(&rows));
+                        let (layout, bytes) = of_80b(types, rows).layout(shared, processors);
+                        assert!(
+                            bytes + STATIC <= shared,
+                            "{types:?}, {rows} rows: {bytes} of {shared} bytes"
+                        );
+                        assert!((1..=MOST_GROUPS as i32).contains(&layout.groups));
+                        for slots in [layout.slots, layout.down_slots] {
+                            assert!([1, 2, 4].contains(&slots), "{slots} slots");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn all_groups_are_there_for_the_80b_on_an_h200() {
+        let types = mixes()[0];
+        let layout = |rows| of_80b(types, rows).layout(227 << 10, 132).0;
+        // 640 items on 132 multiprocessors: one round. Eight rows: more than one slot of each group.
+        assert_eq!((layout(1).groups, layout(1).slots), (5, 1));
+        assert_eq!((layout(8).groups, layout(8).slots), (5, 2));
+        assert!(layout(8).down_slots > 1);
+    }
+
+    #[test]
+    fn fewer_rows_where_there_is_little_shared_memory() {
+        use Type as T;
+        assert_eq!(of_80b(mixes()[0], 1).most_rows(16, 99 << 10, 46), FEW);
+        let rows = of_80b([T::IQ2_S, T::IQ3_XXS, T::MXFP4, T::IQ4_XS], 1).most_rows(16, 99 << 10, 46);
+        assert!((2..FEW).contains(&rows), "{rows} rows");
+    }
+
+    #[test]
+    fn parts_of_shared_memory_follow_each_other() {
+        for shared in [99 << 10, 227 << 10] {
+            for types in mixes() {
+                for rows in [1, 2, 3, 8] {
+                    let shape = of_80b(types, rows);
+                    let (l, bytes) = shape.layout(shared, 132);
+                    let table = |i: usize| whole_table_bytes(types[i], shared) as i32;
+                    let warps = PARTS as i32 * l.groups;
+                    // Tables of gate, up and down, of which the last one comes when the others are not needed any more.
+                    assert!(types[0] == types[1] || l.table_at[1] >= l.table_at[0] + table(0));
+                    for i in 0..3 {
+                        let end = if table(3) > 0 { l.table_at[3] } else { l.planes_at };
+                        assert!(l.table_at[i] + table(i) <= end);
+                    }
+                    assert!(table(3) == 0 || l.table_at[3] + table(3) <= l.planes_at);
+                    assert!(l.planes_at + (rows.min(2) * 8 * PLANES) as i32 <= l.scratch_at);
+                    assert!(l.scratch_at + (warps + 1) * PLANES as i32 <= l.sums_at);
+                    assert!(l.sums_at + (rows * 22 * TILE * 4) as i32 <= l.items_at);
+                    assert!(l.scratch_at + (rows * 512 * 4) as i32 <= l.items_at);
+                    assert!(l.items_at + l.groups * 2 * (PARTS * TILE * 4) as i32 <= l.shared_at);
+                    assert!(l.down_at + warps / 2 * l.down_bytes <= l.slots_at);
+                    let slots = (l.groups * l.slots * l.slot_bytes)
+                        .max(warps / 2 * (l.down_slots - 1) * l.down_bytes);
+                    assert!((l.slots_at + slots) as usize <= bytes);
+                    for at in [
+                        l.scratch_at,
+                        l.shared_at,
+                        l.down_at,
+                        l.slots_at,
+                        l.high_at,
+                        l.slot_bytes,
+                        l.down_bytes,
+                    ] {
+                        assert_eq!(at % 16, 0);
+                    }
+                }
+            }
+        }
     }
 }
