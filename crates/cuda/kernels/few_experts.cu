@@ -426,9 +426,12 @@ DEVICE void meet(u32 *meeting) {
         asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(meeting + 1), "r"(before + 1) : "memory");
         return;
     }
-    u32 now;
-    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(meeting + 1) : "memory");
-    while (now == before);
+    u32 now, polls = 0;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(meeting + 1) : "memory");
+        // Some 20 s: a block is missing, which an error is better than.
+        if (++polls == 1u << 26) asm volatile("trap;");
+    } while (now == before);
 }
 
 /// The choice of row `row`, by a warp.
