@@ -22,6 +22,13 @@ struct Item {
     }
 };
 
+/// Begins to copy a tile to its stage, when every warp has read what was there: by the one warp whose turn it is, or all.
+DEVICE void bring(const HeadRows &head, const Item &item, int turn, u32 to, u32 full, u32 empty) {
+    if (item.tile >= head.rows.ends[3] || (ARRIVALS == 1 && threadIdx.x / 32 != turn % HEAD_WARPS)) return;
+    if (item.use > 0) barrier_wait(empty + 8 * item.stage, (item.use - 1) & 1);
+    copy_tiles(head.rows, item.tile, 1, to + item.stage * head.stage_bytes, full + 8 * item.stage);
+}
+
 /// Any grid. Up to 4 · SETS rows.
 template <int SETS> DEVICE void multiply_head(const HeadRows &head) {
     extern __shared__ __align__(16) u8 shared[];
@@ -30,26 +37,18 @@ template <int SETS> DEVICE void multiply_head(const HeadRows &head) {
     const SpanRows &p = head.rows;
     Share share = Share::of(p.cols);
     int tiles = p.ends[3], of_tiles = p.each * share.parts * TILE * p.count;
-    u32 full = shared_address(barriers), empty = full + 8 * MOST_STAGES;
+    u32 full = shared_address(barriers), empty = full + 8 * MOST_STAGES, to = shared_address(shared) + p.tiles_at;
     if (threadIdx.x < MOST_STAGES) {
-        barrier_init(full + 8 * threadIdx.x, TILE / HEAD_WARPS * copies()), barrier_init(empty + 8 * threadIdx.x, HEAD_WARPS);
+        barrier_init(full + 8 * threadIdx.x, QUADS * ARRIVALS), barrier_init(empty + 8 * threadIdx.x, HEAD_WARPS);
         barriers_made();
     }
     __syncthreads();
     Item now = {(int)blockIdx.x, 0, 0}, ahead = now;
-    auto bring = [&]() {
-        if (ahead.tile >= tiles) return;
-        if (ahead.use > 0) barrier_wait(empty + 8 * ahead.stage, (ahead.use - 1) & 1);
-        u32 to = shared_address(shared) + p.tiles_at + ahead.stage * head.stage_bytes;
-#pragma unroll
-        for (int i = 0; i < TILE / HEAD_WARPS; i++) {
-            copy_tiles(p, ahead.tile, 1, threadIdx.x / 32 + i * HEAD_WARPS, to, full + 8 * ahead.stage);
-        }
-        Item::advance(ahead, head.stages);
-    };
+    int turn = 0; // of `ahead`
 #pragma unroll 1
-    for (int i = 0; i < head.stages; i++) bring();
+    for (; turn < head.stages; turn++) bring(head, ahead, turn, to, full, empty), Item::advance(ahead, head.stages);
     stage_spans<SETS == 1 ? 1 : 4>(p, share, shared, 0, 0);
+    Lane<SETS> lane = Lane<SETS>::of(p, share, shared, 0);
     float *both = (float *)(shared + p.sums_at), *sums = both;
     int pending = 0, first = now.tile;
 #pragma unroll 1
@@ -58,14 +57,17 @@ template <int SETS> DEVICE void multiply_head(const HeadRows &head) {
         barrier_wait(full + 8 * now.stage, now.use & 1);
         if (share.group == 0) {
             const u8 *tile = shared + p.tiles_at + now.stage * head.stage_bytes;
-            multiply_tile_spans<SETS>(p, share, shared, Place::of(p, now.tile), tile, c);
+            with_type(p.matrices[0].type, All(), [&](auto of) {
+                typedef decltype(of) T;
+                if constexpr (Span<T>::EXISTS) multiply_tile_spans<SETS, T>(p, share, lane, tile, c);
+            });
             put_sums<SETS>(p.count, sums + (pending * share.parts + share.span) * TILE * p.count, c);
         }
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * now.stage);
         Item::advance(now, head.stages);
         // One stage behind: the other warps have read that one by now.
-        if (items > 0 || head.stages == 1) bring();
+        if (items > 0 || head.stages == 1) bring(head, ahead, turn++, to, full, empty), Item::advance(ahead, head.stages);
         if (++pending < p.each && now.tile < tiles) continue;
         __syncthreads();
         store_tiles(p, share, shared, sums, first, gridDim.x, pending);

@@ -6,7 +6,8 @@
 //
 // A block has some neighbouring tiles of 16 outputs and some plain rows. Each warp has one span of 256 columns, or several; if K is
 // short, groups of warps share the work: they stage x row by row in turns, and multiply tile by tile. What a norm divides by is
-// applied to the sums. Tiles lie in shared memory in file form, each row in a window (`pitch`).
+// applied to the sums. Tiles lie in shared memory in file form: four neighbouring rows, a quad, by one copy, in a window of whole
+// words of 16 bytes. Rows that a warp reads together are of different quads, which lie in different banks.
 //
 // Shared memory: x ([row][span] records of SPAN_X), sums of tiles ([tile][part][row][16]), parts of plain rows' results
 // ([plain][FEW][span]), plain rows, tiles.
@@ -32,24 +33,22 @@ struct SpanRows {
     float *normed;        // the normed rows, f32; may be null
     u16 *rounded;         // the same as bf16; may be null
     int cols, count, out_stride, add;
+    int quads[4];         // bytes from one quad of each matrix to the next in shared memory
     float eps, reciprocal; // of cols
     int each, plain_rows, plain_each; // each: tiles of a block, plain_each: plain rows of one, at most
     int sums_at, plain_at, tiles_at;
 };
 
-/// Bytes from one row of a tile to the next in shared memory: a window of whole words of 16 bytes around it, twice an odd number of
-/// them, so that eight rows lie in different banks.
-DEVICE int pitch(int bytes) { return ((bytes + (bytes % 16 ? 29 : 0) + 31) / 32 | 1) * 32; }
+const int QUAD = 4, QUADS = TILE / QUAD; // rows of a quad; quads of a tile
 
-/// A tile: its matrix, its first output, and its bytes in shared memory.
+/// A tile: its matrix, and its first output.
 struct Place {
-    int matrix, first, bytes;
+    int matrix, first;
 
     DEVICE Place of(const SpanRows &p, int tile) {
         Place place;
         place.matrix = (tile >= p.ends[0]) + (tile >= p.ends[1]) + (tile >= p.ends[2]);
         place.first = (tile - (place.matrix > 0 ? p.ends[place.matrix - 1] : 0)) * TILE;
-        place.bytes = TILE * pitch(p.matrices[place.matrix].row_bytes);
         return place;
     }
 };
@@ -70,19 +69,20 @@ struct Share {
     }
 };
 
-/// How often a barrier is arrived at when something is copied.
-DEVICE int copies() {
+// Who asks for pieces of weights side by side: lanes of one warp, or warps with all of their lanes. A piece is as many arrivals.
 #if __CUDA_ARCH__ >= 900
-    return blockDim.x / 32;
+const int ARRIVALS = 1;
+DEVICE int asker() { return threadIdx.x % 32; }
+DEVICE int askers() { return 32; }
 #else
-    return blockDim.x;
+const int ARRIVALS = 32;
+DEVICE int asker() { return threadIdx.x / 32; }
+DEVICE int askers() { return blockDim.x / 32; }
 #endif
-}
 
-/// Begins to copy `bytes` from `from` on, whole words of 16: as an arrival at a barrier, which waits for them as well. By a warp.
-DEVICE void copy_row(u32 to, const u8 *from, int bytes, u32 barrier) {
+/// Begins to copy `bytes` from `from` on, whole words of 16: as an arrival at a barrier, which waits for them as well.
+DEVICE void copy_piece(u32 to, const u8 *from, int bytes, u32 barrier) {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x % 32 > 0) return;
     barrier_expect(barrier, bytes);
     if (bytes > 0) bulk_copy(to, from, bytes, barrier);
 #else
@@ -91,23 +91,26 @@ DEVICE void copy_row(u32 to, const u8 *from, int bytes, u32 barrier) {
 #endif
 }
 
-/// Begins to copy row `row` of some neighbouring tiles, one behind the other, each with a barrier of its own.
-DEVICE void copy_tiles(const SpanRows &p, int tile, int tiles, int row, u32 to, u32 barrier) {
+/// Begins to copy quad `quad` of a tile to where the tile's place is: whole words of 16 bytes around its rows, as far as they are there.
+DEVICE void copy_quad(const SpanRows &p, const Place &place, int quad, u32 to, u32 barrier) {
+    const Matrix &m = p.matrices[place.matrix];
+    int first = place.first + quad * QUAD, rows = max(min(m.rows - first, QUAD), 0);
+    const u8 *from = m.at + (long)first * m.row_bytes;
+    int bytes = ((int)(u64)from & 15) + rows * m.row_bytes + 15 & ~15;
+    copy_piece(to + quad * p.quads[place.matrix], (const u8 *)((u64)from & ~15ull), rows > 0 ? bytes : 0, barrier);
+}
+
+/// Begins to copy some neighbouring tiles to one place behind the other, each with a barrier of its own.
+DEVICE void copy_tiles(const SpanRows &p, int first, int tiles, u32 to, u32 barrier) {
 #pragma unroll 1
-    while (tiles > 0) {
-        Place place = Place::of(p, tile);
-        const Matrix &m = p.matrices[place.matrix];
-        int same = min(tiles, p.ends[place.matrix] - tile), left = m.rows - place.first - row;
-        const u8 *from = m.at + (long)(place.first + row) * m.row_bytes;
-        // Whole words of 16 bytes around the row: as many for each tile.
-        int bytes = (((int)(u64)from & 15) + m.row_bytes + 15) & ~15;
-        from = (const u8 *)((u64)from & ~15ull);
-        u32 at = to + row * pitch(m.row_bytes);
-        tile += same, tiles -= same, to += same * place.bytes;
-#pragma unroll 1
-        for (; same > 0; same--, left -= TILE, from += TILE * m.row_bytes, at += place.bytes, barrier += 8) {
-            copy_row(at, from, left > 0 ? bytes : 0, barrier);
+    for (int i = asker(); i < tiles * QUADS; i += askers()) {
+        int tile = first + i / QUADS, at = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            // Tiles of matrix k before this one.
+            at += max(min(tile, p.ends[k]) - max(first, k > 0 ? p.ends[k - 1] : 0), 0) * QUADS * p.quads[k];
         }
+        copy_quad(p, Place::of(p, tile), i % QUADS, to + at, barrier + 8 * (i / QUADS));
     }
 }
 
@@ -131,13 +134,14 @@ DEVICE float squares_of(const float y[8]) {
     return ((y[0] * y[0] + y[1] * y[1]) + (y[2] * y[2] + y[3] * y[3])) + ((y[4] * y[4] + y[5] * y[5]) + (y[6] * y[6] + y[7] * y[7]));
 }
 
-/// Loads what of row r this lane stages.
-DEVICE Numbers raw(const SpanRows &p, int r, int column, bool inside) {
-    if (!p.numbers) return numbers_at(p.x + (long)(p.index ? p.index[r] : r) * p.cols + column, inside);
-    uint4 v = inside ? *(const uint4 *)(p.numbers + (long)r * p.cols + column) : make_uint4(0, 0, 0, 0);
+/// Where in x row r begins.
+DEVICE const float *row_of_x(const SpanRows &p, int r) { return p.x + (long)(p.index ? p.index[r] : r) * p.cols; }
+
+/// bf16 numbers as they are.
+DEVICE Numbers widened(uint4 v) {
     Numbers out;
-    out.low = make_float4(bf16_value((u16)v.x), bf16_value((u16)(v.x >> 16)), bf16_value((u16)v.y), bf16_value((u16)(v.y >> 16)));
-    out.high = make_float4(bf16_value((u16)v.z), bf16_value((u16)(v.z >> 16)), bf16_value((u16)v.w), bf16_value((u16)(v.w >> 16)));
+    out.low = make_float4(bf16_value((u16)v.x), __uint_as_float(v.x & 0xffff0000u), bf16_value((u16)v.y), __uint_as_float(v.y & 0xffff0000u));
+    out.high = make_float4(bf16_value((u16)v.z), __uint_as_float(v.z & 0xffff0000u), bf16_value((u16)v.w), __uint_as_float(v.w & 0xffff0000u));
     return out;
 }
 
@@ -156,12 +160,13 @@ DEVICE int plain_count(const SpanRows &p) {
 /// Bytes of a block's plain row.
 DEVICE int plain_pitch(const SpanRows &p) { return (p.plain[0].row_bytes + 15) & ~15; }
 
-/// Begins to copy a block's plain rows, each by a warp.
+/// Begins to copy a block's plain rows.
 DEVICE void copy_plain(const SpanRows &p, u32 to, int plain, u32 barrier) {
-    int row, warps = blockDim.x / 32;
-    for (int i = threadIdx.x / 32; i < p.plain_each; i += warps) {
+    int row;
+#pragma unroll 1
+    for (int i = asker(); i < p.plain_each; i += askers()) {
         const Matrix &m = plain_row(p, min(i, plain - 1), row);
-        copy_row(to + i * plain_pitch(p), m.at + (long)row * m.row_bytes, i < plain ? m.row_bytes : 0, barrier);
+        copy_piece(to + i * plain_pitch(p), m.at + (long)row * m.row_bytes, i < plain ? m.row_bytes : 0, barrier);
     }
 }
 
@@ -189,46 +194,57 @@ template <class T> DEVICE void plain_parts(const u8 *from, int pitch, int column
     }
 }
 
+/// Sums over a warp, one for each row: that of row r in lane 8 r. Of one row or four.
+template <int ROWS> DEVICE float row_sums(const float v[ROWS]) {
+    if constexpr (ROWS == 4) return four_sums(v);
+    else return warp_sum(v[0]);
+}
+
 /// Stages the columns of a span of some rows: side by side, so that one row's steps need not wait for another's. Rows that are not
 /// there are staged as the last one, again.
-template <int ROWS> DEVICE void stage_rows(const SpanRows &p, u8 *shared, int first, int end, int span) {
-    int lane = threadIdx.x % 32, column = span * SPAN + lane * 8, stride = spans_of(p.cols) * SPAN_X;
+template <int ROWS> DEVICE void stage_rows(const SpanRows &p, u8 *shared, int first, int end, int span, const Numbers &factors) {
+    static_assert(ROWS == 1 || ROWS == 4, "row_sums");
+    int column = span * SPAN + threadIdx.x % 32 * 8, stride = spans_of(p.cols) * SPAN_X;
     bool inside = column < p.cols;
-    u8 *records = shared + span * SPAN_X;
     Numbers all[ROWS];
-    float y[ROWS][8], squares[ROWS], norm[8];
-    if (p.norm) spread(numbers_at(p.norm + column, inside), norm);
+    float y[ROWS][8], squares[ROWS], norm[8], sum = 0.0f;
+    if (p.numbers) {
+        uint4 raw[ROWS];
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        all[i] = raw(p, min(first + i, end - 1), column, inside);
+        for (int i = 0; i < ROWS; i++) {
+            const u16 *from = p.numbers + (long)min(first + i, end - 1) * p.cols + column;
+            raw[i] = inside ? *(const uint4 *)from : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) all[i] = widened(raw[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) all[i] = numbers_at(row_of_x(p, min(first + i, end - 1)) + column, inside);
     }
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) spread(all[i], y[i]), squares[i] = 0.0f;
+    for (int i = 0; i < ROWS; i++) spread(all[i], y[i]);
     if (p.norm) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) squares[i] = squares_of(y[i]);
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) {
-#pragma unroll
-            for (int i = 0; i < ROWS; i++) squares[i] += __shfl_xor_sync(~0u, squares[i], step);
-        }
+        sum = row_sums<ROWS>(squares);
+        spread(factors, norm);
 #pragma unroll
         for (int i = 0; i < ROWS * 8; i++) y[i / 8][i % 8] *= norm[i % 8];
     }
-    put_x<ROWS>(records + first * stride, stride, min(ROWS, end - first), y, squares);
+    put_x<ROWS>(shared + span * SPAN_X + first * stride, stride, min(ROWS, end - first), y, sum);
 }
 
 /// Multiplies plain rows with the columns of a span of all rows; parts of results are [plain][FEW][spans].
-DEVICE void multiply_plain_rows(const SpanRows &p, u8 *shared, int plain, int span) {
+DEVICE void multiply_plain_rows(const SpanRows &p, u8 *shared, int plain, int span, const Numbers &factors) {
     int lane = threadIdx.x % 32, spans = spans_of(p.cols), column = span * SPAN + lane * 8;
     bool inside = column < p.cols;
     float *parts = (float *)(shared + p.plain_at), norm[8];
     const u8 *rows = (const u8 *)(parts + p.plain_each * FEW * spans);
-    spread(numbers_at(p.norm + column, inside), norm);
+    spread(factors, norm);
 #pragma unroll 1
     for (int r = 0; r < p.count; r++) {
         float y[8];
-        spread(raw(p, r, column, inside), y);
+        spread(numbers_at(row_of_x(p, r) + column, inside), y);
 #pragma unroll
         for (int i = 0; i < 8; i++) y[i] *= norm[i];
 #pragma unroll 1
@@ -258,13 +274,18 @@ DEVICE float norm_of(const SpanRows &p, const u8 *shared, int r) {
     return rsqrtf(fmaf(sum, p.reciprocal, p.eps));
 }
 
+/// What a lane has of a tile: its rows l / 4 and l / 4 + 8 of a product are two of one quad, and lanes side by side have other quads.
+DEVICE int quad_of() { return threadIdx.x % 16 / 4; }
+
+DEVICE int row_in_quad() { return threadIdx.x % 32 / 16; } // and two behind it
+
 /// Leaves a warp's sums of a tile: [count][16].
 template <int SETS> DEVICE void put_sums(int count, float *to, const float c[2 * SETS]) {
-    int lane = threadIdx.x % 32;
+    int r = threadIdx.x % 4, row = quad_of() * QUAD + row_in_quad();
 #pragma unroll
-    for (int i = 0; i < 2 * SETS; i++) {
-        int r = i / 2 * 4 + lane % 4;
-        if (r < count) to[r * TILE + lane / 4 + i % 2 * 8] = c[i];
+    for (int s = 0; s < SETS; s++) {
+        float *at = to + (r + 4 * s) * TILE + row;
+        if (r + 4 * s < count) at[0] = c[2 * s], at[2] = c[2 * s + 1];
     }
 }
 
@@ -309,7 +330,7 @@ DEVICE void store_normed(const SpanRows &p, const u8 *shared) {
     for (int i = threadIdx.x ^ blockDim.x / 2; i < each * p.count; i += blockDim.x) {
         int r = i / each, column = (blockIdx.x * each + i - r * each) * 2;
         if (column >= p.cols) continue;
-        float2 v = *(const float2 *)(p.x + (long)(p.index ? p.index[r] : r) * p.cols + column), w = *(const float2 *)(p.norm + column);
+        float2 v = *(const float2 *)(row_of_x(p, r) + column), w = *(const float2 *)(p.norm + column);
         float scale = norm_of(p, shared, r);
         v.x *= scale * w.x, v.y *= scale * w.y;
         if (p.normed) *(float2 *)(p.normed + (long)r * p.cols + column) = v;
@@ -317,44 +338,112 @@ DEVICE void store_normed(const SpanRows &p, const u8 *shared) {
     }
 }
 
+/// What this lane's columns of a span are multiplied with.
+DEVICE Numbers factors_of(const SpanRows &p, int span) {
+    int column = span * SPAN + threadIdx.x % 32 * 8;
+    return numbers_at(p.norm + column, p.norm && column < p.cols);
+}
+
 /// Stages this warp's rows of its spans, behind the wait for the kernel before. Plain rows are left to the last group, if there are
 /// several.
 template <int STAGED> DEVICE void stage_spans(const SpanRows &p, const Share &share, u8 *shared, int plain, u32 of_plain) {
-    const float *norm = p.norm + share.span * SPAN + threadIdx.x % 32 * 8;
-    if (p.norm && norm < p.norm + p.cols) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm));
     bool multiplies = plain > 0 && share.group == share.groups - 1;
-    int stagers = plain > 0 ? max(share.groups - 1, 1) : share.groups, each = (p.count + stagers - 1) / stagers;
-    int end = min((share.group + 1) * each, p.count);
+    int stagers = plain > 0 ? max(share.groups - 1, 1) : share.groups, each = small_quotient(p.count + stagers - 1, stagers);
+    int begin = share.group * each, end = min(begin + each, p.count);
+    Numbers factors = factors_of(p, share.span);
     if (multiplies) barrier_wait(of_plain, 0);
     previous();
 #pragma unroll 1
-    for (int span = share.span; span < spans_of(p.cols); span += share.parts) {
+    for (int span = share.span;;) {
 #pragma unroll 1
-        for (int first = share.group * each; first < end; first += STAGED) stage_rows<STAGED>(p, shared, first, end, span);
-        if (multiplies) multiply_plain_rows(p, shared, plain, span);
+        for (int first = begin; first < end; first += STAGED) stage_rows<STAGED>(p, shared, first, end, span, factors);
+        if (multiplies) multiply_plain_rows(p, shared, plain, span, factors);
+        span += share.parts;
+        if (span >= spans_of(p.cols)) break;
+        factors = factors_of(p, span);
     }
     __syncthreads();
 }
 
-/// c += a tile in shared memory, whose first row lies at `tile`, by this warp's spans.
-template <int SETS> DEVICE void multiply_tile_spans(const SpanRows &p, const Share &share, const u8 *shared, const Place &place, const u8 *tile, float c[2 * SETS]) {
-    const Matrix &m = p.matrices[place.matrix];
-    int lane = threadIdx.x % 32, spans = spans_of(p.cols);
-    u32 address = (u32)(u64)m.at + (u32)(place.first + lane / 4) * (u32)m.row_bytes; // its lowest bits
-    const u8 *low = tile + lane / 4 * pitch(m.row_bytes);
-    const u8 *high = low + 8 * pitch(m.row_bytes) + (address + 8 * m.row_bytes & 15);
-    low += address & 15;
-    with_type(m.type, All(), [&](auto of) {
-        typedef decltype(of) T;
-        if constexpr (Span<T>::EXISTS) {
-            const int BYTES = SPAN / T::LEN * T::BYTES;
+/// What a lane multiplies of all tiles of a matrix, but for where they lie.
+template <int SETS> struct Lane {
+    SpanX<SETS> x; // of the warp's first span
+    int low, apart; // from a tile to its first row; from there to the second
+
+    DEVICE Lane of(const SpanRows &p, const Share &share, const u8 *shared, int matrix) {
+        const Matrix &m = p.matrices[matrix];
+        Lane lane;
+        lane.x = SpanX<SETS>::of(shared + share.span * SPAN_X, spans_of(p.cols) * SPAN_X, p.count);
+        // A tile begins where the matrix does, but for whole words of 16 bytes.
+        u32 address = (u32)(u64)m.at + (u32)(quad_of() * QUAD * m.row_bytes);
+        lane.low = quad_of() * p.quads[matrix] + (address & 15) + row_in_quad() * m.row_bytes;
+        lane.apart = 2 * m.row_bytes;
+        return lane;
+    }
+};
+
+/// c += a tile of blocks T in shared memory by this warp's spans.
+template <int SETS, class T>
+DEVICE void multiply_tile_spans(const SpanRows &p, const Share &share, const Lane<SETS> &lane, const u8 *tile, float c[2 * SETS]) {
+    const int BYTES = SPAN / T::LEN * T::BYTES;
+    const u8 *low = tile + lane.low + share.span * BYTES, *high = low + lane.apart;
+    SpanX<SETS> x = lane.x;
 #pragma unroll 1
-            for (int span = share.span; span < spans; span += share.parts) {
-                auto x = SpanX<SETS>::of(shared + span * SPAN_X, spans * SPAN_X, p.count);
-                Span<T>::multiply(c, low + span * BYTES, high + span * BYTES, x, p.cols - span * SPAN);
-            }
+    for (int left = p.cols - share.span * SPAN;;) {
+        Span<T>::multiply(c, low, high, x, left);
+        left -= share.parts * SPAN;
+        if (left <= 0) break;
+        low += share.parts * BYTES, high += share.parts * BYTES;
+        SpanX<SETS>::advance(x, share.parts);
+    }
+}
+
+/// Multiplies a group's tiles, of those from `first` on, in the order in which they come.
+template <int SETS> DEVICE void multiply_tiles(const SpanRows &p, const Share &share, u8 *shared, int first, int tiles, u32 full) {
+    int i = share.group < share.groups ? share.group : tiles, matrix = Place::of(p, first).matrix;
+    const u8 *tile = shared + p.tiles_at + i * QUADS * p.quads[matrix];
+#pragma unroll 1
+    while (i < tiles) {
+        int end = min(p.ends[matrix] - first, tiles), bytes = QUADS * p.quads[matrix];
+        if (i < end) {
+            Lane<SETS> lane = Lane<SETS>::of(p, share, shared, matrix);
+            with_type(p.matrices[matrix].type, All(), [&](auto of) {
+                typedef decltype(of) T;
+                if constexpr (Span<T>::EXISTS) {
+#pragma unroll 1
+                    for (; i < end; i += share.groups, tile += share.groups * bytes) {
+                        float c[2 * SETS] = {};
+                        barrier_wait(full + 8 * i, 0);
+                        multiply_tile_spans<SETS, T>(p, share, lane, tile, c);
+                        float *sums = (float *)(shared + p.sums_at);
+                        put_sums<SETS>(p.count, sums + (i * share.parts + share.span) * TILE * p.count, c);
+                    }
+                }
+            });
         }
-    });
+        if (i >= tiles) break;
+        // Tiles behind `end` are of another size.
+        matrix++, tile += (i - end) * (QUADS * p.quads[matrix] - bytes);
+    }
+    __syncthreads();
+}
+
+/// Makes a block's barriers, of tiles and, behind them, of plain rows, and asks for all of its weights. Where one warp does that, no
+/// other waits for it but for plain rows.
+DEVICE void ask(const SpanRows &p, u8 *shared, int first, int tiles, int plain, u32 full) {
+    u32 of_plain = full + 8 * MOST_TILES, to = shared_address(shared);
+    int i = (int)threadIdx.x - ((int)blockDim.x - 32);
+    if (i >= 0 && i <= MOST_TILES) {
+        barrier_init(full + 8 * i, ARRIVALS * (i < MOST_TILES ? QUADS : max(p.plain_each, 1)));
+        barriers_made();
+    }
+    if (ARRIVALS > 1 || plain > 0) __syncthreads();
+    if (ARRIVALS == 1) {
+        if (i < 0) return;
+        __syncwarp();
+    }
+    if (plain > 0) copy_plain(p, to + p.plain_at + p.plain_each * FEW * spans_of(p.cols) * 4, plain, of_plain);
+    copy_tiles(p, first, tiles, to + p.tiles_at, full);
 }
 
 /// Grid: a block for each `each` tiles, or more if there are plain rows. Up to 4 · SETS rows.
@@ -362,34 +451,13 @@ template <int SETS> DEVICE void multiply_spans(const SpanRows &p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ __align__(8) u64 barriers[MOST_TILES + 1]; // of tiles, and of plain rows
     next();
+    int first = blockIdx.x * p.each, tiles = max(min(p.each, p.ends[3] - first), 0), plain = plain_count(p);
+    u32 full = shared_address(barriers);
+    ask(p, shared, first, tiles, plain, full);
     Share share = Share::of(p.cols);
-    int first = blockIdx.x * p.each, tiles = max(min(p.each, p.ends[3] - first), 0), plain = plain_count(p), at = p.tiles_at;
-    u32 full = shared_address(barriers), of_plain = full + 8 * MOST_TILES;
-    if (threadIdx.x <= MOST_TILES) {
-        // Of plain rows each has an arrival for itself.
-        int each = copies() * (threadIdx.x < MOST_TILES ? 16 : p.plain_each) / 16;
-        barrier_init(full + 8 * threadIdx.x, max(each, 1));
-        barriers_made();
-    }
-    __syncthreads();
-    u32 rows = shared_address(shared) + p.plain_at + p.plain_each * FEW * spans_of(p.cols) * 4;
-    copy_tiles(p, first, tiles, threadIdx.x / 32, shared_address(shared) + at, full);
-    if (plain > 0) copy_plain(p, rows, plain, of_plain);
-    stage_spans<SETS == 1 ? 1 : 4>(p, share, shared, plain, of_plain);
-    float *sums = (float *)(shared + p.sums_at);
-#pragma unroll 1
-    for (int i = 0; i < tiles; i++) {
-        Place place = Place::of(p, first + i);
-        if (i % share.groups == share.group) {
-            float c[2 * SETS] = {};
-            barrier_wait(full + 8 * i, 0);
-            multiply_tile_spans<SETS>(p, share, shared, place, shared + at, c);
-            put_sums<SETS>(p.count, sums + (i * share.parts + share.span) * TILE * p.count, c);
-        }
-        at += place.bytes;
-    }
-    __syncthreads();
-    store_tiles(p, share, shared, sums, first, 1, tiles);
+    stage_spans<SETS == 1 ? 1 : 4>(p, share, shared, plain, full + 8 * MOST_TILES);
+    multiply_tiles<SETS>(p, share, shared, first, tiles, full);
+    store_tiles(p, share, shared, (const float *)(shared + p.sums_at), first, 1, tiles);
     if (plain > 0) store_plain(p, shared, plain);
     if (p.rounded || p.normed) store_normed(p, shared);
 }

@@ -13,6 +13,9 @@ const SPAN_X: usize = 704;
 /// Tiles of a block of `few_spans` at most (`MOST_TILES` of the kernels).
 const MOST_TILES: usize = 8;
 
+/// Rows of a quad, which are copied together (`QUAD` of the kernels).
+const QUAD: usize = 4;
+
 /// Rows that one product of four columns a row can take; twice as many with two.
 const SET: usize = 4;
 
@@ -78,6 +81,7 @@ struct SpanRows {
     count: i32,
     out_stride: i32,
     add: i32,
+    quads: [i32; 4],
     eps: f32,
     reciprocal: f32,
     each: i32,
@@ -97,15 +101,17 @@ struct HeadRows {
     stages: i32,
 }
 
-/// Bytes from one row of `bytes` to the next in shared memory (`pitch` of the kernels).
-fn pitch(bytes: usize) -> usize {
+/// Bytes from one quad of rows of `row_bytes` to the next in shared memory: a window of whole words of 16 bytes around it, twice an
+/// odd number of them, so that rows of four quads lie in different banks.
+fn quad_bytes(row_bytes: usize) -> usize {
+    let bytes = QUAD * row_bytes;
     let around = if bytes.is_multiple_of(16) { 0 } else { 29 };
     ((bytes + around).div_ceil(32) | 1) * 32
 }
 
-/// Bytes of a tile of rows of `bytes` in shared memory.
-fn tile_bytes(bytes: i32) -> usize {
-    TILE * pitch(bytes as usize)
+/// Bytes of a tile of rows of `row_bytes` in shared memory.
+fn tile_bytes(row_bytes: i32) -> usize {
+    TILE / QUAD * quad_bytes(row_bytes as usize)
 }
 
 impl SpanRows {
@@ -124,6 +130,7 @@ impl SpanRows {
             cols: p.cols,
             out_stride: p.out_stride,
             add: p.add,
+            quads: p.matrices.map(|matrix| quad_bytes(matrix.row_bytes as usize) as i32),
             eps: p.eps,
             reciprocal: 1.0 / p.cols as f32,
             plain_rows: p.plain_rows,
@@ -248,18 +255,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_have_room_for_whole_words_around_them_and_lie_in_different_banks() {
-        for bytes in 1..5000 {
-            let pitch = pitch(bytes);
-            // Where rows begin in their first words repeats with 16 of them.
-            for row in 0..16 {
-                let begin = row * bytes % 16;
-                assert!((begin + bytes).next_multiple_of(16) <= pitch, "row {row} of {bytes} bytes");
+    fn quads_have_room_for_whole_words_around_them_and_lie_in_different_banks() {
+        for row_bytes in 1..5000 {
+            let room = quad_bytes(row_bytes);
+            // Where quads begin in their first words repeats with 16 of them.
+            for quad in 0..16 {
+                let begin = quad * QUAD * row_bytes % 16;
+                assert!((begin + QUAD * row_bytes).next_multiple_of(16) <= room, "quad {quad} of {row_bytes} bytes");
             }
-            let banks = (0..8).map(|row| row * pitch / 32 % 4);
-            for bank in 0..4 {
-                assert_eq!(banks.clone().filter(|&of_row| of_row == bank).count(), 2, "{bytes} bytes");
-            }
+            let mut banks = [0, 1, 2, 3].map(|quad| quad * room / 32 % 4);
+            banks.sort_unstable();
+            assert_eq!(banks, [0, 1, 2, 3], "{row_bytes} bytes");
         }
     }
 
@@ -283,6 +289,7 @@ mod tests {
         for (name, value) in [
             ("FEW", FEW),
             ("TILE", TILE),
+            ("QUAD", QUAD),
             ("SPAN", SPAN),
             ("SPAN_X", SPAN_X),
             ("MOST_TILES", MOST_TILES),
