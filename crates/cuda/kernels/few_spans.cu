@@ -12,9 +12,8 @@
 // Shared memory: x ([row][span] records of SPAN_X), sums of tiles ([tile][part][row][16]), parts of plain rows' results
 // ([plain][FEW][span]), plain rows, tiles.
 
-const int SPAN_THREADS = 512; // of a block: a warp for each row of a tile
-static_assert(SPAN_THREADS == 32 * TILE, "rows are copied by warps");
-const int MOST_TILES = 8;     // of a block
+const int SPAN_WARPS = 16, SPAN_THREADS = 32 * SPAN_WARPS; // of a block
+const int MOST_TILES = 8; // of a block
 #if __CUDA_ARCH__ >= 900
 const int SPAN_BLOCKS = 2; // that share a multiprocessor, each the half of its registers
 #else
@@ -56,12 +55,24 @@ struct Place {
 /// a / b of small numbers, in few instructions.
 DEVICE int small_quotient(int a, int b) { return (int)__fdividef((float)a + 0.5f, (float)b); }
 
-/// How a block's warps share the work: this one's first span and group, of as many groups; parts of a tile's sums.
+/// A block's tiles, and how many plain rows it has.
+struct Tiles {
+    int first, count, plain;
+
+    DEVICE Tiles of(const SpanRows &p, int block) {
+        Tiles tiles;
+        tiles.first = block * p.each, tiles.count = max(min(p.each, p.ends[3] - tiles.first), 0);
+        tiles.plain = block < p.plain_rows ? small_quotient(p.plain_rows - block - 1, gridDim.x) + 1 : 0;
+        return tiles;
+    }
+};
+
+/// How `warps` warps of a block share the work: this one's first span and group, of as many groups; parts of a tile's sums.
 struct Share {
     int span, group, groups, parts;
 
-    DEVICE Share of(int cols) {
-        int warps = blockDim.x / 32, warp = threadIdx.x / 32, spans = spans_of(cols);
+    DEVICE Share of(int cols, int warps) {
+        int warp = threadIdx.x / 32, spans = spans_of(cols);
         Share share;
         share.parts = min(spans, warps), share.groups = small_quotient(warps, share.parts);
         share.group = small_quotient(warp, share.parts), share.span = warp - share.group * share.parts;
@@ -114,6 +125,26 @@ DEVICE void copy_tiles(const SpanRows &p, int first, int tiles, u32 to, u32 barr
     }
 }
 
+// Barriers by name: 0 of all warps that multiply, then one for each span that several of them share, and that of the barriers of copies.
+const int OF_SPANS = 1, OF_COPIES = 15;
+
+/// Waits for as many threads of a block to come here.
+DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
+/// Comes there and goes on.
+DEVICE void announce(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
+/// A number of which the compiler knows nothing: what follows from it is worked out here, not kept in registers from long before.
+DEVICE int unknown(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+
+/// Rows of x of a launch; ROWS: the most that a kernel takes.
+template <int ROWS> DEVICE int rows_of(const SpanRows &p) { return ROWS == 1 ? 1 : p.count; }
+
+template <int ROWS> constexpr int SETS_OF = ROWS > 4 ? 2 : 1;
+
 /// Eight numbers of a lane.
 struct Numbers {
     float4 low, high;
@@ -153,10 +184,6 @@ DEVICE const Matrix &plain_row(const SpanRows &p, int i, int &row) {
     return p.plain[second];
 }
 
-DEVICE int plain_count(const SpanRows &p) {
-    return (int)blockIdx.x < p.plain_rows ? (p.plain_rows - (int)blockIdx.x - 1) / (int)gridDim.x + 1 : 0;
-}
-
 /// Bytes of a block's plain row.
 DEVICE int plain_pitch(const SpanRows &p) { return (p.plain[0].row_bytes + 15) & ~15; }
 
@@ -182,15 +209,17 @@ DEVICE float four_sums(const float v[4]) {
     return c;
 }
 
-/// This lane's part of four plain rows' products with `y`, from row `from` on.
-template <class T> DEVICE void plain_parts(const u8 *from, int pitch, int column, const float y[8], float out[4]) {
+/// This lane's part of the products of four plain rows, from row `from` on, with some rows of x.
+template <int ROWS, class T> DEVICE void plain_parts(const u8 *from, int pitch, int column, const float y[ROWS][8], float out[ROWS][4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         float w[8];
         T::decode(from + j * pitch + column / 8 * T::BYTES, 0, w);
-        out[j] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; i++) out[j] = fmaf(w[i], y[i], out[j]);
+        for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) out[r][j] = fmaf(w[i], y[r][i], out[r][j]);
+        }
     }
 }
 
@@ -234,31 +263,42 @@ template <int ROWS> DEVICE void stage_rows(const SpanRows &p, u8 *shared, int fi
     put_x<ROWS>(shared + span * SPAN_X + first * stride, stride, min(ROWS, end - first), y, sum);
 }
 
-/// Multiplies plain rows with the columns of a span of all rows; parts of results are [plain][FEW][spans].
-DEVICE void multiply_plain_rows(const SpanRows &p, u8 *shared, int plain, int span, const Numbers &factors) {
-    int lane = threadIdx.x % 32, spans = spans_of(p.cols), column = span * SPAN + lane * 8;
+/// Multiplies plain rows with the columns of a span of all rows, some of which come side by side; parts of results are
+/// [plain][FEW][spans].
+template <int ROWS> DEVICE void multiply_plain_rows(const SpanRows &p, u8 *shared, int plain, int span, const Numbers &factors) {
+    const int STEP = ROWS == 1 ? 1 : 4;
+    int lane = threadIdx.x % 32, spans = spans_of(p.cols), column = span * SPAN + lane * 8, count = rows_of<ROWS>(p);
     bool inside = column < p.cols;
     float *parts = (float *)(shared + p.plain_at), norm[8];
     const u8 *rows = (const u8 *)(parts + p.plain_each * FEW * spans);
     spread(factors, norm);
 #pragma unroll 1
-    for (int r = 0; r < p.count; r++) {
-        float y[8];
-        spread(numbers_at(row_of_x(p, r) + column, inside), y);
+    for (int first = 0; first < count; first += STEP) {
+        Numbers all[STEP];
+        float y[STEP][8];
 #pragma unroll
-        for (int i = 0; i < 8; i++) y[i] *= norm[i];
+        for (int r = 0; r < STEP; r++) all[r] = numbers_at(row_of_x(p, min(first + r, count - 1)) + column, inside);
+#pragma unroll
+        for (int r = 0; r < STEP; r++) {
+            spread(all[r], y[r]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) y[r][i] *= norm[i];
+        }
 #pragma unroll 1
         for (int j = 0; j < plain; j += 4) {
-            float own[4] = {};
+            float own[STEP][4] = {};
             with_type(p.plain[0].type, All(), [&](auto type) {
                 typedef decltype(type) T;
                 if constexpr (T::LEN == 8) {
-                    if (inside) plain_parts<T>(rows + j * plain_pitch(p), plain_pitch(p), column, y, own);
+                    if (inside) plain_parts<STEP, T>(rows + j * plain_pitch(p), plain_pitch(p), column, y, own);
                 }
             });
-            float sum = four_sums(own);
             int which = j + lane / 16 * 2 + lane / 8 % 2;
-            if (lane % 8 == 0 && which < plain) parts[(which * FEW + r) * spans + span] = sum;
+#pragma unroll
+            for (int r = 0; r < STEP; r++) {
+                float sum = four_sums(own[r]);
+                if (lane % 8 == 0 && which < plain && first + r < count) parts[(which * FEW + first + r) * spans + span] = sum;
+            }
         }
     }
 }
@@ -275,13 +315,13 @@ DEVICE float norm_of(const SpanRows &p, const u8 *shared, int r) {
 }
 
 /// What a lane has of a tile: its rows l / 4 and l / 4 + 8 of a product are two of one quad, and lanes side by side have other quads.
-DEVICE int quad_of() { return threadIdx.x % 16 / 4; }
+DEVICE int quad_of(int lane) { return lane % 16 / 4; }
 
-DEVICE int row_in_quad() { return threadIdx.x % 32 / 16; } // and two behind it
+DEVICE int row_in_quad(int lane) { return lane / 16; } // and two behind it
 
 /// Leaves a warp's sums of a tile: [count][16].
-template <int SETS> DEVICE void put_sums(int count, float *to, const float c[2 * SETS]) {
-    int r = threadIdx.x % 4, row = quad_of() * QUAD + row_in_quad();
+template <int SETS> DEVICE void put_sums(int lane, int count, float *to, const float c[2 * SETS]) {
+    int r = lane % 4, row = quad_of(lane) * QUAD + row_in_quad(lane);
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         float *at = to + (r + 4 * s) * TILE + row;
@@ -289,33 +329,77 @@ template <int SETS> DEVICE void put_sums(int count, float *to, const float c[2 *
     }
 }
 
-/// Adds up the warps' sums of some tiles, the first of which is number `first`, others `apart` from one another.
-DEVICE void store_tiles(const SpanRows &p, const Share &share, const u8 *shared, const float *sums, int first, int apart, int tiles) {
-    int of_tile = p.count * TILE;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < tiles * of_tile; i += blockDim.x) {
-        int which = small_quotient(i, of_tile), rest = i - which * of_tile, r = rest / TILE;
-        Place place = Place::of(p, first + which * apart);
-        const Matrix &m = p.matrices[place.matrix];
-        int output = place.first + rest % TILE;
-        if (output >= m.rows) continue;
-        const float *from = sums + which * share.parts * of_tile + rest;
-        float *to = m.out + (long)r * p.out_stride + output, sum = 0.0f;
-        float before = p.add ? *to : 0.0f;
+/// A thread's result of what a block's tiles are added to lies behind the parts of their sums.
+DEVICE float *sums_behind(const SpanRows &p, u8 *shared, const Share &share, int rows) {
+    return (float *)(shared + p.sums_at) + p.each * share.parts * TILE * rows;
+}
+
+/// The sum over all parts of a number of a tile's sums, which lie `apart` from one another.
+DEVICE float sum_of_parts(const Share &share, const float *from, int apart) {
+    float sum = 0.0f;
 #pragma unroll 8
-        for (int w = 0; w < share.parts; w++) sum += from[w * of_tile];
-        *to = fmaf(sum, norm_of(p, shared, r), before);
+    for (int part = 0; part < share.parts; part++) sum += from[part * apart];
+    return sum;
+}
+
+/// Results of a tile: where those of the first row begin, how many there are.
+struct Outputs {
+    float *to;
+    int count;
+
+    DEVICE Outputs of(const SpanRows &p, int tile) {
+        Place place = Place::of(p, tile);
+        const Matrix &m = p.matrices[place.matrix];
+        Outputs out;
+        out.to = m.out + place.first, out.count = m.rows - place.first;
+        return out;
+    }
+};
+
+/// Number i of the results of a block's tiles.
+template <int ROWS> struct Result {
+    int tile, row, output;
+
+    DEVICE Result of(int i, int rows) {
+        Result result;
+        result.tile = ROWS == 1 ? i / TILE : small_quotient(i, rows * TILE);
+        result.row = ROWS == 1 ? 0 : i / TILE - result.tile * rows, result.output = i % TILE;
+        return result;
+    }
+};
+
+/// What this thread's first result is added to; null if there is nothing.
+template <int ROWS> DEVICE const float *first_sum(const SpanRows &p, const Tiles &tiles) {
+    if (!p.add || threadIdx.x >= tiles.count * rows_of<ROWS>(p) * TILE) return nullptr;
+    Result<ROWS> result = Result<ROWS>::of(threadIdx.x, rows_of<ROWS>(p));
+    Outputs out = Outputs::of(p, tiles.first + result.tile);
+    return result.output < out.count ? out.to + (long)result.row * p.out_stride + result.output : nullptr;
+}
+
+/// Adds up the warps' sums of a block's tiles; the first results to `before`.
+template <int ROWS> DEVICE void store_tiles(const SpanRows &p, const Share &share, u8 *shared, const Outputs *outputs, int tiles) {
+    int rows = rows_of<ROWS>(p), of_tile = rows * TILE;
+    const float *sums = (const float *)(shared + p.sums_at);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < tiles * of_tile; i += SPAN_THREADS) {
+        Result<ROWS> result = Result<ROWS>::of(i, rows);
+        Outputs out = outputs[result.tile];
+        if (result.output >= out.count) continue;
+        float *to = out.to + (long)result.row * p.out_stride + result.output;
+        float before = p.add ? (ROWS == 1 || i < SPAN_THREADS ? sums_behind(p, shared, share, rows)[i] : *to) : 0.0f;
+        float sum = sum_of_parts(share, sums + result.tile * share.parts * of_tile + i % of_tile, of_tile);
+        *to = fmaf(sum, norm_of(p, shared, result.row), before);
     }
 }
 
 /// Results of plain rows, and normed rows for others: some columns of each by each block.
-DEVICE void store_plain(const SpanRows &p, const u8 *shared, int plain) {
+template <int ROWS> DEVICE void store_plain(const SpanRows &p, const u8 *shared, int plain) {
     int spans = spans_of(p.cols);
     const float *parts = (const float *)(shared + p.plain_at);
 #pragma unroll 1
-    for (int i = blockDim.x - 1 - threadIdx.x; i < plain * FEW; i += blockDim.x) { // other threads than those of tiles
+    for (int i = SPAN_THREADS - 1 - threadIdx.x; i < plain * FEW; i += SPAN_THREADS) { // other threads than those of tiles
         int r = i % FEW, row;
-        if (r >= p.count) continue;
+        if (r >= rows_of<ROWS>(p)) continue;
         const Matrix &m = plain_row(p, i / FEW, row);
         float sum = 0.0f;
 #pragma unroll 8
@@ -324,11 +408,11 @@ DEVICE void store_plain(const SpanRows &p, const u8 *shared, int plain) {
     }
 }
 
-DEVICE void store_normed(const SpanRows &p, const u8 *shared) {
+template <int ROWS> DEVICE void store_normed(const SpanRows &p, const u8 *shared) {
     int each = (p.cols / 2 + gridDim.x - 1) / gridDim.x; // pairs of columns
 #pragma unroll 1
-    for (int i = threadIdx.x ^ blockDim.x / 2; i < each * p.count; i += blockDim.x) {
-        int r = i / each, column = (blockIdx.x * each + i - r * each) * 2;
+    for (int i = threadIdx.x ^ SPAN_THREADS / 2; i < each * rows_of<ROWS>(p); i += SPAN_THREADS) {
+        int r = ROWS == 1 ? 0 : i / each, column = (blockIdx.x * each + i - r * each) * 2;
         if (column >= p.cols) continue;
         float2 v = *(const float2 *)(row_of_x(p, r) + column), w = *(const float2 *)(p.norm + column);
         float scale = norm_of(p, shared, r);
@@ -344,124 +428,163 @@ DEVICE Numbers factors_of(const SpanRows &p, int span) {
     return numbers_at(p.norm + column, p.norm && column < p.cols);
 }
 
-/// Stages this warp's rows of its spans, behind the wait for the kernel before. Plain rows are left to the last group, if there are
-/// several.
-template <int STAGED> DEVICE void stage_spans(const SpanRows &p, const Share &share, u8 *shared, int plain, u32 of_plain) {
-    bool multiplies = plain > 0 && share.group == share.groups - 1;
-    int stagers = plain > 0 ? max(share.groups - 1, 1) : share.groups, each = small_quotient(p.count + stagers - 1, stagers);
-    int begin = share.group * each, end = min(begin + each, p.count);
-    Numbers factors = factors_of(p, share.span);
-    if (multiplies) barrier_wait(of_plain, 0);
-    previous();
+/// Who stages a span: group by group, some rows each. Plain rows are left to the last group, if there are several.
+template <int ROWS> struct Staged {
+    int begin, end;         // this warp's rows
+    bool all, multiplies;   // all rows are staged by the first group; this warp multiplies plain rows
+
+    DEVICE Staged of(const SpanRows &p, const Share &share, int plain) {
+        int rows = rows_of<ROWS>(p), stagers = plain > 0 ? max(share.groups - 1, 1) : share.groups;
+        int each = ROWS == 1 ? 1 : small_quotient(rows + stagers - 1, stagers);
+        Staged staged;
+        staged.begin = share.group * each, staged.end = min(staged.begin + each, rows);
+        staged.all = ROWS == 1 || stagers == 1, staged.multiplies = plain > 0 && share.group == share.groups - 1;
+        return staged;
+    }
+};
+
+/// Stages this warp's rows of its spans, STEP of them side by side; they are there for all warps of a span then.
+template <int ROWS, int STEP>
+DEVICE void stage_spans(const SpanRows &p, const Share &share, u8 *shared, const Staged<ROWS> &staged, int plain, Numbers factors) {
 #pragma unroll 1
     for (int span = share.span;;) {
 #pragma unroll 1
-        for (int first = begin; first < end; first += STAGED) stage_rows<STAGED>(p, shared, first, end, span, factors);
-        if (multiplies) multiply_plain_rows(p, shared, plain, span, factors);
+        for (int first = staged.begin; first < staged.end; first += STEP) stage_rows<STEP>(p, shared, first, staged.end, span, factors);
+        if (staged.multiplies) multiply_plain_rows<ROWS>(p, shared, plain, span, factors);
         span += share.parts;
         if (span >= spans_of(p.cols)) break;
         factors = factors_of(p, span);
     }
-    __syncthreads();
+    if (share.groups == 1) {
+        __syncwarp();
+    } else if (staged.all && share.group == 0) {
+        announce(OF_SPANS + share.span, 32 * share.groups);
+    } else if (share.group < share.groups) {
+        meet(OF_SPANS + share.span, 32 * share.groups);
+    }
 }
 
 /// What a lane multiplies of all tiles of a matrix, but for where they lie.
-template <int SETS> struct Lane {
+template <int ROWS> struct Lane {
+    static const int SETS = SETS_OF<ROWS>;
     SpanX<SETS> x; // of the warp's first span
-    int low, apart; // from a tile to its first row; from there to the second
+    int lane, low, apart; // low: from a tile to its first row; apart: from there to the second
 
     DEVICE Lane of(const SpanRows &p, const Share &share, const u8 *shared, int matrix) {
         const Matrix &m = p.matrices[matrix];
         Lane lane;
-        lane.x = SpanX<SETS>::of(shared + share.span * SPAN_X, spans_of(p.cols) * SPAN_X, p.count);
+        lane.lane = (u32)unknown(threadIdx.x) % 32;
+        lane.x = SpanX<SETS>::of(lane.lane, shared + share.span * SPAN_X, spans_of(p.cols) * SPAN_X, rows_of<ROWS>(p));
         // A tile begins where the matrix does, but for whole words of 16 bytes.
-        u32 address = (u32)(u64)m.at + (u32)(quad_of() * QUAD * m.row_bytes);
-        lane.low = quad_of() * p.quads[matrix] + (address & 15) + row_in_quad() * m.row_bytes;
+        u32 address = (u32)(u64)m.at + (u32)(quad_of(lane.lane) * QUAD * m.row_bytes);
+        lane.low = quad_of(lane.lane) * p.quads[matrix] + (address & 15) + row_in_quad(lane.lane) * m.row_bytes;
         lane.apart = 2 * m.row_bytes;
         return lane;
     }
 };
 
 /// c += a tile of blocks T in shared memory by this warp's spans.
-template <int SETS, class T>
-DEVICE void multiply_tile_spans(const SpanRows &p, const Share &share, const Lane<SETS> &lane, const u8 *tile, float c[2 * SETS]) {
-    const int BYTES = SPAN / T::LEN * T::BYTES;
-    const u8 *low = tile + lane.low + share.span * BYTES, *high = low + lane.apart;
+template <int ROWS, class T>
+DEVICE void multiply_tile_spans(const SpanRows &p, const Share &share, const Lane<ROWS> &lane, const u8 *tile, float c[2 * SETS_OF<ROWS>]) {
+    const int BYTES = SPAN / T::LEN * T::BYTES, SETS = SETS_OF<ROWS>;
+    const u8 *low = tile + lane.low + share.span * BYTES;
     SpanX<SETS> x = lane.x;
+    int left = p.cols - share.span * SPAN;
+    // With its only end behind all it does, or the compiler writes it down twice.
 #pragma unroll 1
-    for (int left = p.cols - share.span * SPAN;;) {
-        Span<T>::multiply(c, low, high, x, left);
-        left -= share.parts * SPAN;
-        if (left <= 0) break;
-        low += share.parts * BYTES, high += share.parts * BYTES;
+    do {
+        Span<T>::multiply(c, low, low + lane.apart, x, lane.lane % 4, left);
+        left -= share.parts * SPAN, low += share.parts * BYTES;
         SpanX<SETS>::advance(x, share.parts);
-    }
+    } while (left > 0);
 }
 
 /// Multiplies a group's tiles, of those from `first` on, in the order in which they come.
-template <int SETS> DEVICE void multiply_tiles(const SpanRows &p, const Share &share, u8 *shared, int first, int tiles, u32 full) {
-    int i = share.group < share.groups ? share.group : tiles, matrix = Place::of(p, first).matrix;
-    const u8 *tile = shared + p.tiles_at + i * QUADS * p.quads[matrix];
+template <int ROWS> DEVICE void multiply_tiles(const SpanRows &p, const Share &all, u8 *shared, Tiles tiles, u32 full) {
+    const int SETS = SETS_OF<ROWS>;
+    int i = all.group < all.groups ? all.group : tiles.count, matrix = Place::of(p, tiles.first).matrix;
+    int at = p.tiles_at + i * QUADS * p.quads[matrix];
 #pragma unroll 1
-    while (i < tiles) {
-        int end = min(p.ends[matrix] - first, tiles), bytes = QUADS * p.quads[matrix];
+    while (i < tiles.count) {
+        tiles = Tiles::of(p, unknown(blockIdx.x));
+        int end = min(p.ends[matrix] - tiles.first, tiles.count), bytes = QUADS * p.quads[matrix];
         if (i < end) {
-            Lane<SETS> lane = Lane<SETS>::of(p, share, shared, matrix);
             with_type(p.matrices[matrix].type, All(), [&](auto of) {
                 typedef decltype(of) T;
                 if constexpr (Span<T>::EXISTS) {
+                    Share share = all;
+                    share.span = unknown(all.span);
+                    Lane<ROWS> lane = Lane<ROWS>::of(p, share, shared, matrix);
+                    float *sums = (float *)(shared + p.sums_at) + share.span * TILE * rows_of<ROWS>(p);
 #pragma unroll 1
-                    for (; i < end; i += share.groups, tile += share.groups * bytes) {
+                    for (; i < end; i += share.groups, at += share.groups * bytes) {
                         float c[2 * SETS] = {};
                         barrier_wait(full + 8 * i, 0);
-                        multiply_tile_spans<SETS, T>(p, share, lane, tile, c);
-                        float *sums = (float *)(shared + p.sums_at);
-                        put_sums<SETS>(p.count, sums + (i * share.parts + share.span) * TILE * p.count, c);
+                        multiply_tile_spans<ROWS, T>(p, share, lane, shared + at, c);
+                        put_sums<SETS>(lane.lane, rows_of<ROWS>(p), sums + i * share.parts * TILE * rows_of<ROWS>(p), c);
                     }
                 }
             });
         }
-        if (i >= tiles) break;
+        tiles = Tiles::of(p, unknown(blockIdx.x));
+        if (i >= tiles.count) break;
         // Tiles behind `end` are of another size.
-        matrix++, tile += (i - end) * (QUADS * p.quads[matrix] - bytes);
+        matrix++, at += (i - end) * (QUADS * p.quads[matrix] - bytes);
     }
-    __syncthreads();
 }
 
-/// Makes a block's barriers, of tiles and, behind them, of plain rows, and asks for all of its weights. Where one warp does that, no
-/// other waits for it but for plain rows.
-DEVICE void ask(const SpanRows &p, u8 *shared, int first, int tiles, int plain, u32 full) {
+/// Makes a block's barriers, of tiles and, behind them, of plain rows, and asks for all of its weights: by its last warp, where one
+/// warp does that, or all.
+DEVICE void ask(const SpanRows &p, u8 *shared, const Tiles &tiles, u32 full) {
     u32 of_plain = full + 8 * MOST_TILES, to = shared_address(shared);
-    int i = (int)threadIdx.x - ((int)blockDim.x - 32);
-    if (i >= 0 && i <= MOST_TILES) {
-        barrier_init(full + 8 * i, ARRIVALS * (i < MOST_TILES ? QUADS : max(p.plain_each, 1)));
+    bool last = threadIdx.x >= SPAN_THREADS - 32;
+    if (last) {
+        int i = threadIdx.x % 32;
+        if (i < tiles.count) barrier_init(full + 8 * i, ARRIVALS * QUADS);
+        if (i == MOST_TILES && tiles.plain > 0) barrier_init(of_plain, ARRIVALS * p.plain_each);
         barriers_made();
-    }
-    if (ARRIVALS > 1 || plain > 0) __syncthreads();
-    if (ARRIVALS == 1) {
-        if (i < 0) return;
         __syncwarp();
     }
-    if (plain > 0) copy_plain(p, to + p.plain_at + p.plain_each * FEW * spans_of(p.cols) * 4, plain, of_plain);
-    copy_tiles(p, first, tiles, to + p.tiles_at, full);
+    if (ARRIVALS > 1) __syncthreads();
+    else if (last) announce(OF_COPIES, SPAN_THREADS);
+    if (ARRIVALS == 1 && !last) return;
+    if (tiles.plain > 0) copy_plain(p, to + p.plain_at + p.plain_each * FEW * spans_of(p.cols) * 4, tiles.plain, of_plain);
+    copy_tiles(p, tiles.first, tiles.count, to + p.tiles_at, full);
 }
 
-/// Grid: a block for each `each` tiles, or more if there are plain rows. Up to 4 · SETS rows.
-template <int SETS> DEVICE void multiply_spans(const SpanRows &p) {
+/// Grid: a block for each `each` tiles, or more if there are plain rows. Up to ROWS rows.
+template <int ROWS> DEVICE void multiply_spans(const SpanRows &p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ __align__(8) u64 barriers[MOST_TILES + 1]; // of tiles, and of plain rows
+    __shared__ Outputs outputs[MOST_TILES];
     next();
-    int first = blockIdx.x * p.each, tiles = max(min(p.each, p.ends[3] - first), 0), plain = plain_count(p);
+    Tiles tiles = Tiles::of(p, unknown(blockIdx.x));
     u32 full = shared_address(barriers);
-    ask(p, shared, first, tiles, plain, full);
-    Share share = Share::of(p.cols);
-    stage_spans<SETS == 1 ? 1 : 4>(p, share, shared, plain, full + 8 * MOST_TILES);
-    multiply_tiles<SETS>(p, share, shared, first, tiles, full);
-    store_tiles(p, share, shared, (const float *)(shared + p.sums_at), first, 1, tiles);
-    if (plain > 0) store_plain(p, shared, plain);
-    if (p.rounded || p.normed) store_normed(p, shared);
+    ask(p, shared, tiles, full);
+    Share share = Share::of(p.cols, SPAN_WARPS);
+    Staged<ROWS> staged = Staged<ROWS>::of(p, share, tiles.plain);
+    Numbers factors = factors_of(p, share.span);
+    const float *sum = first_sum<ROWS>(p, tiles);
+    // By a warp that has nothing to stage of one row.
+    int which = (int)threadIdx.x - SPAN_THREADS / 2;
+    if (which >= 0 && which < tiles.count) outputs[which] = Outputs::of(p, tiles.first + which);
+    if (ARRIVALS == 1 && threadIdx.x < SPAN_THREADS - 32) meet(OF_COPIES, SPAN_THREADS);
+    if (staged.multiplies) barrier_wait(full + 8 * MOST_TILES, 0);
+    previous();
+    float before = sum ? *sum : 0.0f;
+    stage_spans<ROWS, ROWS <= 4 ? 1 : 4>(p, share, shared, staged, tiles.plain, factors);
+    if (sum) sums_behind(p, shared, share, rows_of<ROWS>(p))[threadIdx.x] = before;
+    tiles = Tiles::of(p, blockIdx.x);
+    multiply_tiles<ROWS>(p, share, shared, tiles, full);
+    meet(0, SPAN_THREADS);
+    tiles = Tiles::of(p, unknown(blockIdx.x));
+    store_tiles<ROWS>(p, share, shared, outputs, tiles.count);
+    if (tiles.plain > 0) store_plain<ROWS>(p, shared, tiles.plain);
+    if (p.rounded || p.normed) store_normed<ROWS>(p, shared);
 }
 
-KERNEL __launch_bounds__(SPAN_THREADS, SPAN_BLOCKS) void few_spans(__grid_constant__ const SpanRows p) { multiply_spans<1>(p); }
+KERNEL __launch_bounds__(SPAN_THREADS, SPAN_BLOCKS) void single_spans(__grid_constant__ const SpanRows p) { multiply_spans<1>(p); }
 
-KERNEL __launch_bounds__(SPAN_THREADS, 1) void more_spans(__grid_constant__ const SpanRows p) { multiply_spans<2>(p); }
+KERNEL __launch_bounds__(SPAN_THREADS, 1) void few_spans(__grid_constant__ const SpanRows p) { multiply_spans<4>(p); }
+
+KERNEL __launch_bounds__(SPAN_THREADS, 1) void more_spans(__grid_constant__ const SpanRows p) { multiply_spans<8>(p); }

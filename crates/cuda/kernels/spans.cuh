@@ -47,10 +47,12 @@ DEVICE u32 shared_word(u32 address) {
     return out;
 }
 
-/// Eight bytes at an even address of shared memory.
-DEVICE uint2 eight_at(u32 address) {
-    u32 first = address & ~3u, order = address & 2 ? 0x5432 : 0x3210;
-    u32 a = shared_word(first), b = shared_word(first + 4), c = shared_word(first + 8);
+/// How bytes at an even address of shared memory lie in words of 4.
+DEVICE u32 order_of(u32 address) { return address & 2 ? 0x5432 : 0x3210; }
+
+/// Eight bytes, some words behind an address of this order.
+DEVICE uint2 eight_at(u32 address, u32 order, int behind) {
+    u32 first = (address & ~3u) + behind, a = shared_word(first), b = shared_word(first + 4), c = shared_word(first + 8);
     return make_uint2(__byte_perm(a, b, order), __byte_perm(b, c, order));
 }
 
@@ -76,9 +78,9 @@ template <int SETS> struct SpanX {
     const u8 *pairs;       // its sums of x: of the column that comes to lie beside what it has of set 0 or 1
     const u8 *scales[SETS];
 
-    /// `at`: the span's record of row 0; those of `count` rows lie `stride` bytes apart.
-    DEVICE SpanX of(const u8 *at, int stride, int count) {
-        int column = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    /// Of a lane. `at`: the span's record of row 0; those of `count` rows lie `stride` bytes apart.
+    DEVICE SpanX of(int lane, const u8 *at, int stride, int count) {
+        int column = lane / 4, t = lane % 4;
         auto row = [&](int r) { return at + min(r, count - 1) * stride; };
         SpanX x;
         x.pairs = row(column % 2 * 4 + column / 2) + SUMS_AT + t * 4;
@@ -180,10 +182,10 @@ template <class T> struct Span {
 template <int AT, bool FIFTH> struct SpanK {
     static const bool EXISTS = true;
 
-    /// c[2 s + h] += row l / 4 + 8 h of weights, `low` or `high`, times row 4 s + l % 4 of x.
-    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int) {
+    /// c[2 s + h] += row l / 4 + 8 h of weights, `low` or `high`, times row 4 s + l % 4 of x; t: l % 4.
+    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int t, int) {
         const u8 *rows[2] = {low, high};
-        int t = threadIdx.x % 4, whole[SETS][4] = {};
+        int whole[SETS][4] = {};
         u32 scales[2][2], mins[2];
         uint2 fifth[2] = {};
 #pragma unroll
@@ -256,10 +258,12 @@ template <> struct Span<Q5_K> : SpanK<48, true> {};
 template <> struct Span<Q6_K> {
     static const bool EXISTS = true;
 
-    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int) {
+    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int t, int) {
         const u8 *rows[2] = {low, high};
-        int t = threadIdx.x % 4, whole[SETS][4] = {};
-        u32 first_half = t < 2 ? ~0u : 0u, at[2] = {shared_address(low), shared_address(high)};
+        int whole[SETS][4] = {};
+        u32 first_half = t < 2 ? ~0u : 0u;
+        // Rows two apart lie whole words apart.
+        u32 at[2] = {shared_address(low), shared_address(high)}, own[2] = {at[0] + 8 * t, at[1] + 8 * t}, order = order_of(at[0]);
         float rest[4] = {};
 #pragma unroll
         for (int which = 0; which < 2; which++) {
@@ -267,11 +271,11 @@ template <> struct Span<Q6_K> {
             uint2 scales[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                uint2 a = eight_at(at[h] + 64 * which + 8 * t), b = eight_at(at[h] + 64 * which + 32 + 8 * t);
-                uint2 top = eight_at(at[h] + 128 + 32 * which + 8 * t);
+                uint2 a = eight_at(own[h], order, 64 * which), b = eight_at(own[h], order, 64 * which + 32);
+                uint2 top = eight_at(own[h], order, 128 + 32 * which);
                 words[h][0][0] = a.x, words[h][0][1] = a.y, words[h][1][0] = b.x, words[h][1][1] = b.y;
                 words[h][2][0] = top.x, words[h][2][1] = top.y;
-                scales[h] = eight_at(at[h] + 192 + 8 * which);
+                scales[h] = eight_at(at[h], order, 192 + 8 * which);
             }
 #pragma unroll
             for (int r = 0; r < 4; r++) {
@@ -329,14 +333,20 @@ template <> struct Span<Q6_K> {
 template <> struct Span<Q8_0> {
     static const bool EXISTS = true;
 
-    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int cols) {
+    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int t, int cols) {
         const u8 *rows[2] = {low, high};
-        int t = threadIdx.x % 4;
-        u32 at[2] = {shared_address(low) + 2 + 8 * t, shared_address(high) + 2 + 8 * t};
+        // Rows two apart lie whole words apart, and every other run.
+        u32 own[2][2], orders[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            own[0][i] = shared_address(low) + 2 + 8 * t + i * Q8_0::BYTES, own[1][i] = shared_address(high) + 2 + 8 * t + i * Q8_0::BYTES;
+            orders[i] = order_of(own[0][i]);
+        }
         float sums[SETS][2] = {};
 #pragma unroll
         for (int r = 0; r < 8; r++) {
-            uint2 a = eight_at(at[0] + r * Q8_0::BYTES), b = eight_at(at[1] + r * Q8_0::BYTES);
+            int behind = r / 2 * 2 * Q8_0::BYTES;
+            uint2 a = eight_at(own[0][r % 2], orders[r % 2], behind), b = eight_at(own[1][r % 2], orders[r % 2], behind);
             u32 both[4] = {a.x, b.x, a.y, b.y};
             bool inside = r * 32 < cols;
 #pragma unroll
