@@ -38,8 +38,8 @@ DEVICE void store_turns(const SpanRows &p, const Share &share, const u8 *shared,
         int which = small_quotient(i, of_tile), rest = i - which * of_tile, r = rest / TILE;
         int output = (first + which * (int)gridDim.x) * TILE + rest % TILE;
         if (output >= m.rows) continue;
-        float sum = sum_of_parts(share, sums + which * share.parts * of_tile + rest, of_tile);
-        m.out[(long)r * p.out_stride + output] = sum * norm_of(p, shared, r);
+        const float *from = sums + which * share.parts * of_tile + rest;
+        m.out[(long)r * p.out_stride + output] = result_of(p, share, shared, r, from, of_tile, 0.0f);
     }
 }
 

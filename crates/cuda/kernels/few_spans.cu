@@ -111,17 +111,23 @@ DEVICE void copy_quad(const SpanRows &p, const Place &place, int quad, u32 to, u
     copy_piece(to + quad * p.quads[place.matrix], (const u8 *)((u64)from & ~15ull), rows > 0 ? bytes : 0, barrier);
 }
 
+/// Bytes in shared memory of the tiles from `first` on before `tile`.
+DEVICE int bytes_before(const SpanRows &p, int first, int tile) {
+    int bytes = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        int of_matrix = max(min(tile, p.ends[k]) - max(first, k > 0 ? p.ends[k - 1] : 0), 0);
+        bytes += of_matrix * QUADS * p.quads[k];
+    }
+    return bytes;
+}
+
 /// Begins to copy some neighbouring tiles to one place behind the other, each with a barrier of its own.
 DEVICE void copy_tiles(const SpanRows &p, int first, int tiles, u32 to, u32 barrier) {
 #pragma unroll 1
     for (int i = asker(); i < tiles * QUADS; i += askers()) {
-        int tile = first + i / QUADS, at = 0;
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            // Tiles of matrix k before this one.
-            at += max(min(tile, p.ends[k]) - max(first, k > 0 ? p.ends[k - 1] : 0), 0) * QUADS * p.quads[k];
-        }
-        copy_quad(p, Place::of(p, tile), i % QUADS, to + at, barrier + 8 * (i / QUADS));
+        int tile = first + i / QUADS;
+        copy_quad(p, Place::of(p, tile), i % QUADS, to + bytes_before(p, first, tile), barrier + 8 * (i / QUADS));
     }
 }
 
@@ -303,15 +309,19 @@ template <int ROWS> DEVICE void multiply_plain_rows(const SpanRows &p, u8 *share
     }
 }
 
-/// What the sums of row r are multiplied with.
+/// The sum of squares of a span of row r.
+DEVICE float squares_of_span(const SpanRows &p, const u8 *shared, int r, int span) {
+    return *(const float *)(shared + (r * spans_of(p.cols) + span) * SPAN_X + SCALE_AT + 4);
+}
+
+/// What the sums of a row are multiplied with.
+DEVICE float norm_of_squares(const SpanRows &p, float squares) { return p.norm ? rsqrtf(fmaf(squares, p.reciprocal, p.eps)) : 1.0f; }
+
 DEVICE float norm_of(const SpanRows &p, const u8 *shared, int r) {
-    if (!p.norm) return 1.0f;
-    int spans = spans_of(p.cols);
-    const u8 *records = shared + r * spans * SPAN_X + SCALE_AT + 4;
     float sum = 0.0f;
 #pragma unroll 8
-    for (int i = 0; i < spans; i++) sum += *(const float *)(records + i * SPAN_X);
-    return rsqrtf(fmaf(sum, p.reciprocal, p.eps));
+    for (int span = 0; span < spans_of(p.cols); span++) sum += squares_of_span(p, shared, r, span);
+    return norm_of_squares(p, sum);
 }
 
 /// What a lane has of a tile: its rows l / 4 and l / 4 + 8 of a product are two of one quad, and lanes side by side have other quads.
@@ -334,16 +344,18 @@ DEVICE float *sums_behind(const SpanRows &p, u8 *shared, const Share &share, int
     return (float *)(shared + p.sums_at) + p.each * share.parts * TILE * rows;
 }
 
-/// The sum over all parts of a number of a tile's sums, which lie `apart` from one another.
-DEVICE float sum_of_parts(const Share &share, const float *from, int apart) {
-    float sum = 0.0f;
+/// A number of row r, all parts of which are `apart` from one another, added to `before`.
+DEVICE float result_of(const SpanRows &p, const Share &share, const u8 *shared, int r, const float *from, int apart, float before) {
+    float sum = 0.0f, squares = 0.0f;
 #pragma unroll 8
-    for (int part = 0; part < share.parts; part++) sum += from[part * apart];
-    return sum;
+    for (int part = 0; part < share.parts; part++) sum += from[part * apart], squares += squares_of_span(p, shared, r, part);
+#pragma unroll 1
+    for (int span = share.parts; span < spans_of(p.cols); span++) squares += squares_of_span(p, shared, r, span);
+    return fmaf(sum, norm_of_squares(p, squares), before);
 }
 
 /// Results of a tile: where those of the first row begin, how many there are.
-struct Outputs {
+struct __align__(16) Outputs {
     float *to;
     int count;
 
@@ -360,7 +372,7 @@ struct Outputs {
 template <int ROWS> struct Result {
     int tile, row, output;
 
-    DEVICE Result of(int i, int rows) {
+    DEVICE Result of(u32 i, int rows) {
         Result result;
         result.tile = ROWS == 1 ? i / TILE : small_quotient(i, rows * TILE);
         result.row = ROWS == 1 ? 0 : i / TILE - result.tile * rows, result.output = i % TILE;
@@ -381,14 +393,14 @@ template <int ROWS> DEVICE void store_tiles(const SpanRows &p, const Share &shar
     int rows = rows_of<ROWS>(p), of_tile = rows * TILE;
     const float *sums = (const float *)(shared + p.sums_at);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < tiles * of_tile; i += SPAN_THREADS) {
+    for (u32 i = threadIdx.x; i < tiles * of_tile; i += SPAN_THREADS) {
         Result<ROWS> result = Result<ROWS>::of(i, rows);
         Outputs out = outputs[result.tile];
         if (result.output >= out.count) continue;
         float *to = out.to + (long)result.row * p.out_stride + result.output;
         float before = p.add ? (ROWS == 1 || i < SPAN_THREADS ? sums_behind(p, shared, share, rows)[i] : *to) : 0.0f;
-        float sum = sum_of_parts(share, sums + result.tile * share.parts * of_tile + i % of_tile, of_tile);
-        *to = fmaf(sum, norm_of(p, shared, result.row), before);
+        const float *from = sums + result.tile * share.parts * of_tile + result.row * TILE + result.output;
+        *to = result_of(p, share, shared, result.row, from, of_tile, before);
     }
 }
 
@@ -499,37 +511,33 @@ DEVICE void multiply_tile_spans(const SpanRows &p, const Share &share, const Lan
     } while (left > 0);
 }
 
-/// Multiplies a group's tiles, of those from `first` on, in the order in which they come.
-template <int ROWS> DEVICE void multiply_tiles(const SpanRows &p, const Share &all, u8 *shared, Tiles tiles, u32 full) {
+/// Multiplies a group's tiles in the order in which they come.
+template <int ROWS> DEVICE void multiply_tiles(const SpanRows &p, const Share &all, u8 *shared, u32 full) {
     const int SETS = SETS_OF<ROWS>;
-    int i = all.group < all.groups ? all.group : tiles.count, matrix = Place::of(p, tiles.first).matrix;
-    int at = p.tiles_at + i * QUADS * p.quads[matrix];
+    int i = all.group < all.groups ? all.group : MOST_TILES;
 #pragma unroll 1
-    while (i < tiles.count) {
-        tiles = Tiles::of(p, unknown(blockIdx.x));
-        int end = min(p.ends[matrix] - tiles.first, tiles.count), bytes = QUADS * p.quads[matrix];
-        if (i < end) {
-            with_type(p.matrices[matrix].type, All(), [&](auto of) {
-                typedef decltype(of) T;
-                if constexpr (Span<T>::EXISTS) {
-                    Share share = all;
-                    share.span = unknown(all.span);
-                    Lane<ROWS> lane = Lane<ROWS>::of(p, share, shared, matrix);
-                    float *sums = (float *)(shared + p.sums_at) + share.span * TILE * rows_of<ROWS>(p);
-#pragma unroll 1
-                    for (; i < end; i += share.groups, at += share.groups * bytes) {
-                        float c[2 * SETS] = {};
-                        barrier_wait(full + 8 * i, 0);
-                        multiply_tile_spans<ROWS, T>(p, share, lane, shared + at, c);
-                        put_sums<SETS>(lane.lane, rows_of<ROWS>(p), sums + i * share.parts * TILE * rows_of<ROWS>(p), c);
-                    }
-                }
-            });
-        }
-        tiles = Tiles::of(p, unknown(blockIdx.x));
+    for (;;) {
+        // The block's tiles are worked out anew, and so on: what lives on over products has to lie in registers.
+        Tiles tiles = Tiles::of(p, blockIdx.x);
         if (i >= tiles.count) break;
-        // Tiles behind `end` are of another size.
-        matrix++, at += (i - end) * (QUADS * p.quads[matrix] - bytes);
+        int matrix = Place::of(p, tiles.first + i).matrix;
+        int at = p.tiles_at + bytes_before(p, tiles.first, tiles.first + i);
+        with_type(p.matrices[matrix].type, All(), [&](auto of) {
+            typedef decltype(of) T;
+            if constexpr (Span<T>::EXISTS) {
+                Share share = all;
+                share.span = unknown(all.span);
+                Lane<ROWS> lane = Lane<ROWS>::of(p, share, shared, matrix);
+#pragma unroll 1
+                for (; i < tiles.count && tiles.first + i < p.ends[matrix]; i += share.groups, at += share.groups * QUADS * p.quads[matrix]) {
+                    float c[2 * SETS] = {};
+                    barrier_wait(full + 8 * i, 0);
+                    multiply_tile_spans<ROWS, T>(p, share, lane, shared + at, c);
+                    float *sums = (float *)(shared + p.sums_at) + (i * share.parts + share.span) * TILE * rows_of<ROWS>(p);
+                    put_sums<SETS>((u32)unknown(threadIdx.x) % 32, rows_of<ROWS>(p), sums, c);
+                }
+            }
+        });
     }
 }
 
@@ -574,11 +582,10 @@ template <int ROWS> DEVICE void multiply_spans(const SpanRows &p) {
     float before = sum ? *sum : 0.0f;
     stage_spans<ROWS, ROWS <= 4 ? 1 : 4>(p, share, shared, staged, tiles.plain, factors);
     if (sum) sums_behind(p, shared, share, rows_of<ROWS>(p))[threadIdx.x] = before;
-    tiles = Tiles::of(p, blockIdx.x);
-    multiply_tiles<ROWS>(p, share, shared, tiles, full);
+    multiply_tiles<ROWS>(p, share, shared, full);
     meet(0, SPAN_THREADS);
+    store_tiles<ROWS>(p, share, shared, outputs, Tiles::of(p, unknown(blockIdx.x)).count);
     tiles = Tiles::of(p, unknown(blockIdx.x));
-    store_tiles<ROWS>(p, share, shared, outputs, tiles.count);
     if (tiles.plain > 0) store_plain<ROWS>(p, shared, tiles.plain);
     if (p.rounded || p.normed) store_normed<ROWS>(p, shared);
 }
