@@ -31,6 +31,7 @@ const HOT: &[&str] = &[
     "attn_single",
     "few_rows",
     "many_tiles",
+    "single_spans",
     "few_spans",
     "more_spans",
     "few_head",

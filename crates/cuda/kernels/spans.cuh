@@ -47,10 +47,12 @@ DEVICE u32 shared_word(u32 address) {
     return out;
 }
 
-/// Eight bytes at an even address of shared memory.
-DEVICE uint2 eight_at(u32 address) {
-    u32 first = address & ~3u, order = address & 2 ? 0x5432 : 0x3210;
-    u32 a = shared_word(first), b = shared_word(first + 4), c = shared_word(first + 8);
+/// How bytes at an even address of shared memory lie in words of 4.
+DEVICE u32 order_of(u32 address) { return address & 2 ? 0x5432 : 0x3210; }
+
+/// Eight bytes, some words behind an address of this order.
+DEVICE uint2 eight_at(u32 address, u32 order, int behind) {
+    u32 first = (address & ~3u) + behind, a = shared_word(first), b = shared_word(first + 4), c = shared_word(first + 8);
     return make_uint2(__byte_perm(a, b, order), __byte_perm(b, c, order));
 }
 
@@ -70,85 +72,100 @@ DEVICE void add_halves(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/// A span of x, as lanes take it; `at`: of its record of row 0, rows `stride` bytes apart.
+/// A span of x, as lanes take it.
 template <int SETS> struct SpanX {
-    const u8 *at;
-    int stride, count;
-    const u8 *own[SETS]; // where this lane's columns of the runs begin
+    const u8 *own[SETS];   // where this lane's columns of the runs begin
+    const u8 *pairs;       // its sums of x: of the column that comes to lie beside what it has of set 0 or 1
+    const u8 *scales[SETS];
 
-    DEVICE const u8 *row(const SpanX &x, int r) { return x.at + min(r, x.count - 1) * x.stride; }
-
-    DEVICE SpanX of(const u8 *at, int stride, int count) {
-        int column = threadIdx.x % 32 / 4;
-        SpanX x = {at, stride, count};
+    /// Of a lane. `at`: the span's record of row 0; those of `count` rows lie `stride` bytes apart.
+    DEVICE SpanX of(int lane, const u8 *at, int stride, int count) {
+        int column = lane / 4, t = lane % 4;
+        auto row = [&](int r) { return at + min(r, count - 1) * stride; };
+        SpanX x;
+        x.pairs = row(column % 2 * 4 + column / 2) + SUMS_AT + t * 4;
 #pragma unroll
-        for (int s = 0; s < SETS; s++) x.own[s] = row(x, 4 * s + column / 2) + column % 2 * PLANE_X + threadIdx.x % 4 * 8;
+        for (int s = 0; s < SETS; s++) {
+            x.own[s] = row(4 * s + column / 2) + column % 2 * PLANE_X + t * 8;
+            x.scales[s] = row(4 * s + t) + SCALE_AT;
+        }
         return x;
+    }
+
+    /// Goes on by some spans.
+    DEVICE void advance(SpanX &x, int spans) {
+        x.pairs += spans * SPAN_X;
+#pragma unroll
+        for (int s = 0; s < SETS; s++) x.own[s] += spans * SPAN_X, x.scales[s] += spans * SPAN_X;
     }
 
     DEVICE uint2 run(const SpanX &x, int s, int r) { return *(const uint2 *)(x.own[s] + 32 * r); }
 
-    /// This lane's sums of x, of the column that comes to lie beside what it has of set 0 or 1: pairs at `at`.
-    DEVICE u32 sums(const SpanX &x, int at) {
-        int column = threadIdx.x % 32 / 4;
-        return *(const u32 *)(row(x, column % 2 * 4 + column / 2) + SUMS_AT + 2 * at + threadIdx.x % 4 * 4);
-    }
+    /// A pair of sums, which begins at number `at`.
+    DEVICE u32 sums(const SpanX &x, int at) { return *(const u32 *)(x.pairs + 2 * at); }
 
-    DEVICE float scale(const SpanX &x, int s) { return *(const float *)(row(x, 4 * s + threadIdx.x % 4) + SCALE_AT); }
+    DEVICE float scale(const SpanX &x, int s) { return *(const float *)x.scales[s]; }
 };
 
-/// Puts eight columns of a span down, each lane its own: of some rows side by side, `count` of which are there.
-template <int ROWS> DEVICE void put_x(u8 *record, int stride, int count, const float y[ROWS][8], const float squares[ROWS]) {
+/// The larger magnitude of two numbers; none if either is none.
+DEVICE float larger(float a, float b) {
+    float out;
+    asm("{ .reg .f32 x, y; abs.f32 x, %1; abs.f32 y, %2; max.NaN.f32 %0, x, y; }" : "=f"(out) : "f"(a), "f"(b));
+    return out;
+}
+
+/// Puts eight columns of a span down, each lane its own: of some rows side by side, `count` of which are there. `squares`: in lane
+/// 8 r of row r.
+template <int ROWS> DEVICE void put_x(u8 *record, int stride, int count, const float y[ROWS][8], float squares) {
+    // As the mantissa of a float, with the zero of both bytes at 128.
+    const float ZERO = 12582912.0f + 32896.0f;
+    const u32 ZERO_BITS = 0x4b400000u + 32896u;
     int lane = threadIdx.x % 32;
     u32 most[ROWS], words[ROWS][4];
-    float sums[ROWS];
+    int sums[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        most[r] = 0;
-#pragma unroll
-        for (int i = 0; i < 8; i++) most[r] = max(most[r], __float_as_uint(y[r][i]) & 0x7fffffffu);
-        most[r] = __reduce_max_sync(~0u, most[r]);
+        float high = larger(larger(larger(y[r][0], y[r][1]), larger(y[r][2], y[r][3])),
+                            larger(larger(y[r][4], y[r][5]), larger(y[r][6], y[r][7])));
+        most[r] = __reduce_max_sync(~0u, __float_as_uint(high));
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         // The largest becomes 127 · 256. What is next to nothing becomes that.
         float up = most[r] < 0x0d000000u ? 0.0f : __fdividef(32512.0f, __uint_as_float(most[r]));
-        u32 whole[8];
-        sums[r] = 0.0f;
+        u32 whole[8], sum = 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            // As the mantissa of a float, then with the zero of both bytes moved to 128.
-            float moved = fmaf(y[r][i], up, 12582912.0f);
-            whole[i] = __float_as_uint(moved) + 0x8080u;
-            sums[r] += moved - 12582912.0f;
+            whole[i] = __float_as_uint(fmaf(y[r][i], up, ZERO));
+            sum += whole[i];
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const u32 *v = whole + i % 2 * 4; // plane i / 2
-            u32 low = __byte_perm(v[0], v[1], i < 2 ? 0x0040 : 0x0051), high = __byte_perm(v[2], v[3], i < 2 ? 0x0040 : 0x0051);
-            words[r][i] = __byte_perm(low, high, 0x5410) ^ 0x80808080u;
+        for (int i = 0; i < 2; i++) {
+            const u32 *v = whole + i * 4;
+            u32 first = __byte_perm(v[0], v[1], 0x5140), second = __byte_perm(v[2], v[3], 0x5140);
+            words[r][i] = __byte_perm(first, second, 0x5410) ^ 0x80808080u;
+            words[r][2 + i] = __byte_perm(first, second, 0x7632) ^ 0x80808080u;
         }
+        sums[r] = (int)(sum - 8 * ZERO_BITS);
         sums[r] += __shfl_xor_sync(~0u, sums[r], 1);
     }
+    // Sums of the runs are put down by every fourth lane, those of their halves by even ones.
+    bool whole_run = lane % 4 == 1;
+    int at = SUMS_AT + (whole_run ? lane / 4 : 16 + lane / 2) * 2, apart = whole_run ? 16 : 32;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        float all = sums[r] + __shfl_xor_sync(~0u, sums[r], 2);
+        int all = sums[r] + __shfl_xor_sync(~0u, sums[r], 2);
         u8 *to = record + r * stride;
         if (r >= count) continue;
         ((uint2 *)to)[lane] = make_uint2(words[r][0], words[r][1]);
         ((uint2 *)(to + PLANE_X))[lane] = make_uint2(words[r][2], words[r][3]);
-        auto put = [&](int at, int apart, float sum) {
-            float thousands = rintf(sum * (1.0f / 1024.0f));
-            u32 both = half_pair(thousands, fmaf(thousands, -1024.0f, sum));
-            u16 *pairs = (u16 *)(to + SUMS_AT) + at;
-            pairs[0] = (u16)both, pairs[apart] = (u16)(both >> 16);
-        };
-        if (lane % 4 == 0) put(lane / 4, 8, all);
-        if (lane % 2 == 0) put(16 + lane / 2, 16, sums[r]);
-        if (lane == 0) {
+        float sum = (float)(whole_run ? all : sums[r]), thousands = rintf(sum * (1.0f / 1024.0f));
+        u32 both = half_pair(thousands, fmaf(thousands, -1024.0f, sum));
+        if (lane % 4 < 3) *(u16 *)(to + at) = (u16)both, *(u16 *)(to + at + apart) = (u16)(both >> 16);
+        if (lane == 8 * r) {
             // What is no number stays none.
             float down = most[r] < 0x0d000000u ? 0.0f : __uint_as_float(most[r] >= 0x7f800000u ? 0x7fffffffu : most[r]) * (1.0f / 32512.0f);
-            *(float2 *)(to + SCALE_AT) = make_float2(down, squares[r]);
+            *(float2 *)(to + SCALE_AT) = make_float2(down, squares);
         }
     }
 }
@@ -165,12 +182,12 @@ template <class T> struct Span {
 template <int AT, bool FIFTH> struct SpanK {
     static const bool EXISTS = true;
 
-    /// c[2 s + h] += row l / 4 + 8 h of weights, `low` or `high`, times row 4 s + l % 4 of x.
-    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int) {
+    /// c[2 s + h] += row l / 4 + 8 h of weights, `low` or `high`, times row 4 s + l % 4 of x; t: l % 4.
+    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int t, int) {
         const u8 *rows[2] = {low, high};
-        int t = threadIdx.x % 4, whole[SETS][4] = {};
+        int whole[SETS][4] = {};
         u32 scales[2][2], mins[2];
-        uint2 fifth[2];
+        uint2 fifth[2] = {};
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             uint4 head = *(const uint4 *)rows[h];
@@ -179,23 +196,23 @@ template <int AT, bool FIFTH> struct SpanK {
             scales[h][1] = (head.w & 0x0f0f0f0fu) | (head.y >> 2 & 0x30303030u);
         }
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int step = 0; step < 4; step++) {
+            // The runs 2 j and 2 j + 1: j and j + 2 one after the other, whose fifth bits lie four apart.
+            const int j = step / 2 + step % 2 * 2;
             u32 a[2][4];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 uint2 v = *(const uint2 *)(rows[h] + AT + 32 * j + 8 * t);
                 u32 words[2] = {v.x, v.y}, tops[2] = {fifth[h].x, fifth[h].y};
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
+                for (int i = 0; i < 4; i++) {
+                    u32 word = words[i / 2] >> (i % 2 * 4);
                     if (FIFTH) {
-                        // Bits 2 j and 2 j + 1 of the fifth ones belong to bit 4.
-                        u32 first = j < 2 ? tops[i] << (4 - 2 * j) : tops[i] >> (2 * j - 4);
-                        u32 second = j < 2 ? tops[i] << (3 - 2 * j) : tops[i] >> (2 * j - 3);
-                        a[0][2 * i + h] = mixed(words[i], first, 0x0f0f0f0fu) & 0x1f1f1f1fu;
-                        a[1][2 * i + h] = mixed(words[i] >> 4, second, 0x0f0f0f0fu) & 0x1f1f1f1fu;
+                        // Bits 0 and 4 of each byte, the first of which belongs to bit 4.
+                        u32 both = tops[i / 2] >> (j % 2 * 2 + i % 2) & 0x11111111u;
+                        a[i % 2][i / 2 * 2 + h] = mixed(word, j < 2 ? both << 4 : both, 0x0f0f0f0fu);
                     } else {
-                        a[0][2 * i + h] = words[i] & 0x0f0f0f0fu;
-                        a[1][2 * i + h] = words[i] >> 4 & 0x0f0f0f0fu;
+                        a[i % 2][i / 2 * 2 + h] = word & 0x0f0f0f0fu;
                     }
                 }
             }
@@ -241,10 +258,12 @@ template <> struct Span<Q5_K> : SpanK<48, true> {};
 template <> struct Span<Q6_K> {
     static const bool EXISTS = true;
 
-    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int) {
+    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int t, int) {
         const u8 *rows[2] = {low, high};
-        int t = threadIdx.x % 4, whole[SETS][4] = {};
-        u32 first_half = t < 2 ? ~0u : 0u, at[2] = {shared_address(low), shared_address(high)};
+        int whole[SETS][4] = {};
+        u32 first_half = t < 2 ? ~0u : 0u;
+        // Rows two apart lie whole words apart.
+        u32 at[2] = {shared_address(low), shared_address(high)}, own[2] = {at[0] + 8 * t, at[1] + 8 * t}, order = order_of(at[0]);
         float rest[4] = {};
 #pragma unroll
         for (int which = 0; which < 2; which++) {
@@ -252,11 +271,11 @@ template <> struct Span<Q6_K> {
             uint2 scales[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                uint2 a = eight_at(at[h] + 64 * which + 8 * t), b = eight_at(at[h] + 64 * which + 32 + 8 * t);
-                uint2 top = eight_at(at[h] + 128 + 32 * which + 8 * t);
+                uint2 a = eight_at(own[h], order, 64 * which), b = eight_at(own[h], order, 64 * which + 32);
+                uint2 top = eight_at(own[h], order, 128 + 32 * which);
                 words[h][0][0] = a.x, words[h][0][1] = a.y, words[h][1][0] = b.x, words[h][1][1] = b.y;
                 words[h][2][0] = top.x, words[h][2][1] = top.y;
-                scales[h] = eight_at(at[h] + 192 + 8 * which);
+                scales[h] = eight_at(at[h], order, 192 + 8 * which);
             }
 #pragma unroll
             for (int r = 0; r < 4; r++) {
@@ -314,14 +333,20 @@ template <> struct Span<Q6_K> {
 template <> struct Span<Q8_0> {
     static const bool EXISTS = true;
 
-    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int cols) {
+    template <int SETS> DEVICE void multiply(float *c, const u8 *low, const u8 *high, const SpanX<SETS> &x, int t, int cols) {
         const u8 *rows[2] = {low, high};
-        int t = threadIdx.x % 4;
-        u32 at[2] = {shared_address(low) + 2 + 8 * t, shared_address(high) + 2 + 8 * t};
+        // Rows two apart lie whole words apart, and every other run.
+        u32 own[2][2], orders[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            own[0][i] = shared_address(low) + 2 + 8 * t + i * Q8_0::BYTES, own[1][i] = shared_address(high) + 2 + 8 * t + i * Q8_0::BYTES;
+            orders[i] = order_of(own[0][i]);
+        }
         float sums[SETS][2] = {};
 #pragma unroll
         for (int r = 0; r < 8; r++) {
-            uint2 a = eight_at(at[0] + r * Q8_0::BYTES), b = eight_at(at[1] + r * Q8_0::BYTES);
+            int behind = r / 2 * 2 * Q8_0::BYTES;
+            uint2 a = eight_at(own[0][r % 2], orders[r % 2], behind), b = eight_at(own[1][r % 2], orders[r % 2], behind);
             u32 both[4] = {a.x, b.x, a.y, b.y};
             bool inside = r * 32 < cols;
 #pragma unroll

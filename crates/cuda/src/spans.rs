@@ -5,6 +5,7 @@ use cudarc::driver::DriverError;
 use crate::Cuda;
 use crate::driver::Function;
 use crate::few::{FEW, FewMatrix, FewRows, Input, Output, SLACK, SPAN, TILE};
+use crate::kernels::Kernels;
 use crate::sources::has_spans;
 
 /// Bytes of a span of a row of x (`SPAN_X` of the kernels).
@@ -12,6 +13,9 @@ const SPAN_X: usize = 704;
 
 /// Tiles of a block of `few_spans` at most (`MOST_TILES` of the kernels).
 const MOST_TILES: usize = 8;
+
+/// Rows of a quad, which are copied together (`QUAD` of the kernels).
+const QUAD: usize = 4;
 
 /// Rows that one product of four columns a row can take; twice as many with two.
 const SET: usize = 4;
@@ -78,6 +82,7 @@ struct SpanRows {
     count: i32,
     out_stride: i32,
     add: i32,
+    quads: [i32; 4],
     eps: f32,
     reciprocal: f32,
     each: i32,
@@ -97,15 +102,17 @@ struct HeadRows {
     stages: i32,
 }
 
-/// Bytes from one row of `bytes` to the next in shared memory (`pitch` of the kernels).
-fn pitch(bytes: usize) -> usize {
+/// Bytes from one quad of rows of `row_bytes` to the next in shared memory: a window of whole words of 16 bytes around it, twice an
+/// odd number of them, so that rows of four quads lie in different banks.
+fn quad_bytes(row_bytes: usize) -> usize {
+    let bytes = QUAD * row_bytes;
     let around = if bytes.is_multiple_of(16) { 0 } else { 29 };
     ((bytes + around).div_ceil(32) | 1) * 32
 }
 
-/// Bytes of a tile of rows of `bytes` in shared memory.
-fn tile_bytes(bytes: i32) -> usize {
-    TILE * pitch(bytes as usize)
+/// Bytes of a tile of rows of `row_bytes` in shared memory.
+fn tile_bytes(row_bytes: i32) -> usize {
+    TILE / QUAD * quad_bytes(row_bytes as usize)
 }
 
 impl SpanRows {
@@ -124,6 +131,7 @@ impl SpanRows {
             cols: p.cols,
             out_stride: p.out_stride,
             add: p.add,
+            quads: p.matrices.map(|matrix| quad_bytes(matrix.row_bytes as usize) as i32),
             eps: p.eps,
             reciprocal: 1.0 / p.cols as f32,
             plain_rows: p.plain_rows,
@@ -151,7 +159,8 @@ impl SpanRows {
     fn place(&mut self, count: usize, warps: usize, sums: usize, plain: usize) -> usize {
         let x = count * self.spans() * SPAN_X;
         let plain_each = plain.next_multiple_of(PLAIN);
-        let plain_at = x + 4 * sums * warps.min(self.spans()) * TILE * count;
+        // Behind the parts, what results are added to.
+        let plain_at = x + 4 * sums * (warps.min(self.spans()) + 1) * TILE * count;
         let parts = 4 * FEW * self.spans();
         let tiles_at =
             (plain_at + plain_each * (parts + self.plain[0].row_bytes as usize)).next_multiple_of(128);
@@ -217,28 +226,29 @@ fn most_rows<P>(left: usize, launch: impl Fn(usize) -> Option<Launch<P>>) -> Opt
 impl Cuda {
     /// Launches the products of as many of `left` rows as fit into shared memory, and returns how many those are; `None` if not even one does.
     pub(crate) fn spans_launch(&self, p: &FewRows, left: usize) -> Result<Option<usize>, DriverError> {
-        let kernels = [&self.kernels.few_spans, &self.kernels.more_spans];
-        self.launch_most(p, left, (kernels, WARPS), by_spans)
+        let Kernels { single_spans, few_spans, more_spans, .. } = &self.kernels;
+        self.launch_most(p, left, ([single_spans, few_spans, more_spans], WARPS), by_spans)
     }
 
     /// As [`Cuda::spans_launch`], of one matrix alone.
     pub(crate) fn head_launch(&self, p: &FewRows, left: usize) -> Result<Option<usize>, DriverError> {
-        let kernels = [&self.kernels.few_head, &self.kernels.more_head];
-        self.launch_most(p, left, (kernels, HEAD_WARPS), by_stages)
+        let Kernels { few_head, more_head, .. } = &self.kernels;
+        self.launch_most(p, left, ([few_head, few_head, more_head], HEAD_WARPS), by_stages)
     }
 
-    /// The same of kernels for up to [`SET`] rows and for more.
+    /// The same of kernels for one row, for up to [`SET`], and for more.
     fn launch_most<P: Copy>(
         &self,
         p: &FewRows,
         left: usize,
-        (kernels, warps): ([&Function; 2], usize),
+        (kernels, warps): ([&Function; 3], usize),
         launch: impl Fn(&SpanRows, usize, usize, usize) -> Option<Launch<P>>,
     ) -> Result<Option<usize>, DriverError> {
         let (p, processors) = (SpanRows::of(p), self.device.processors as usize);
         let launch = |count| launch(&p, count, processors, self.device.shared);
         let Some((count, Launch { p, grid, shared })) = most_rows(left, launch) else { return Ok(None) };
-        self.device.launch(kernels[usize::from(count > SET)], (grid, 1, 1), 32 * warps, shared, &p)?;
+        let kernel = kernels[usize::from(count > 1) + usize::from(count > SET)];
+        self.device.launch(kernel, (grid, 1, 1), 32 * warps, shared, &p)?;
         Ok(Some(count))
     }
 }
@@ -248,18 +258,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_have_room_for_whole_words_around_them_and_lie_in_different_banks() {
-        for bytes in 1..5000 {
-            let pitch = pitch(bytes);
-            // Where rows begin in their first words repeats with 16 of them.
-            for row in 0..16 {
-                let begin = row * bytes % 16;
-                assert!((begin + bytes).next_multiple_of(16) <= pitch, "row {row} of {bytes} bytes");
+    fn quads_have_room_for_whole_words_around_them_and_lie_in_different_banks() {
+        for row_bytes in 1..5000 {
+            let room = quad_bytes(row_bytes);
+            // Where quads begin in their first words repeats with 16 of them.
+            for quad in 0..16 {
+                let begin = quad * QUAD * row_bytes % 16;
+                assert!(
+                    (begin + QUAD * row_bytes).next_multiple_of(16) <= room,
+                    "quad {quad} of {row_bytes} bytes"
+                );
             }
-            let banks = (0..8).map(|row| row * pitch / 32 % 4);
-            for bank in 0..4 {
-                assert_eq!(banks.clone().filter(|&of_row| of_row == bank).count(), 2, "{bytes} bytes");
-            }
+            let mut banks = [0, 1, 2, 3].map(|quad| quad * room / 32 % 4);
+            banks.sort_unstable();
+            assert_eq!(banks, [0, 1, 2, 3], "{row_bytes} bytes");
         }
     }
 
@@ -283,10 +295,11 @@ mod tests {
         for (name, value) in [
             ("FEW", FEW),
             ("TILE", TILE),
+            ("QUAD", QUAD),
             ("SPAN", SPAN),
             ("SPAN_X", SPAN_X),
             ("MOST_TILES", MOST_TILES),
-            ("SPAN_THREADS", 32 * WARPS),
+            ("SPAN_WARPS", WARPS),
             ("HEAD_THREADS", 32 * HEAD_WARPS),
             ("MOST_STAGES", HEAD_STAGES),
         ] {
@@ -373,7 +386,7 @@ mod tests {
                 rows.plain[0].row_bytes = 8192;
                 let tiles_at = rows.place(count, WARPS, each, plain);
                 assert_eq!(rows.sums_at as usize, count * 8 * SPAN_X);
-                assert_eq!(rows.plain_at as usize, rows.sums_at as usize + 4 * each * 8 * TILE * count);
+                assert_eq!(rows.plain_at as usize, rows.sums_at as usize + 4 * each * 9 * TILE * count);
                 let plain = plain.next_multiple_of(4);
                 assert_eq!(rows.plain_each as usize, plain);
                 assert!(tiles_at >= rows.plain_at as usize + plain * (4 * FEW * 8 + 8192));
