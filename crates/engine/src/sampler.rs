@@ -2,11 +2,13 @@
 
 use std::collections::HashMap;
 
+use model::Candidate;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
 use crate::constraint::TokenMask;
 use crate::error::{Error, Result};
+use crate::logits::{Logits, Needed, largest};
 
 /// Settings of a sampler. The defaults are those the model family's authors recommend.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -75,13 +77,12 @@ pub struct Sampler {
     random: ChaCha8Rng,
     counts: HashMap<u32, u32>,
     candidates: Vec<Candidate>,
+    /// Logits as constraint and penalties leave them.
+    changed: Vec<f32>,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Candidate {
-    id: u32,
-    logit: f32,
-}
+/// Largest logits that are asked for; where more are needed, all are taken.
+const MOST_LARGEST: usize = 64;
 
 impl Sampler {
     /// A sampler that has chosen nothing yet.
@@ -91,7 +92,21 @@ impl Sampler {
     pub fn new(settings: Sampling) -> Result<Sampler> {
         settings.check()?;
         let random = ChaCha8Rng::seed_from_u64(settings.seed);
-        Ok(Sampler { settings, random, counts: HashMap::new(), candidates: Vec::new() })
+        Ok(Sampler { settings, random, counts: HashMap::new(), candidates: Vec::new(), changed: Vec::new() })
+    }
+
+    /// What of the logits the next choice depends on.
+    pub fn needed(&self) -> Needed {
+        match self.kept() {
+            Some(count) if count <= MOST_LARGEST && !self.penalises() => Needed::Largest(count),
+            _ => Needed::All,
+        }
+    }
+
+    /// How many of the largest logits, after penalties, a choice depends on; `None`: on all.
+    fn kept(&self) -> Option<usize> {
+        let Sampling { temperature, top_k, .. } = self.settings;
+        if temperature == 0.0 { Some(1) } else { (top_k > 0).then_some(top_k) }
     }
 
     /// Chooses a token. `logits` are finite, one a token id.
@@ -99,41 +114,80 @@ impl Sampler {
     /// # Panics
     /// If there are no logits.
     pub fn choose(&mut self, logits: &[f32]) -> u32 {
-        self.candidates.clear();
-        self.candidates.extend((0u32..).zip(logits).map(|(id, &logit)| Candidate { id, logit }));
+        if !self.penalises() {
+            self.consider(logits);
+            return self.decide();
+        }
+        let mut changed = std::mem::take(&mut self.changed);
+        changed.clear();
+        changed.extend_from_slice(logits);
+        self.penalise(&mut changed);
+        self.consider(&changed);
+        self.changed = changed;
         self.decide()
     }
 
     /// As [`Sampler::choose`], among the tokens of `mask`; `None` if there are none.
     pub fn choose_among(&mut self, logits: &[f32], mask: &TokenMask) -> Option<u32> {
-        self.candidates.clear();
-        let allowed = (0u32..).zip(logits).filter(|(id, _)| mask.allows(*id));
-        self.candidates.extend(allowed.map(|(id, &logit)| Candidate { id, logit }));
+        let mut changed = std::mem::take(&mut self.changed);
+        changed.clear();
+        changed.extend_from_slice(logits);
+        self.penalise(&mut changed);
+        mask.forbid(&mut changed);
+        self.consider(&changed);
+        self.changed = changed;
         (!self.candidates.is_empty()).then(|| self.decide())
     }
 
-    /// Chooses one of the candidates, which are in ascending order of ids.
+    /// As [`Sampler::choose`], from what was [`needed`](Sampler::needed) of the logits, or more.
+    ///
+    /// # Panics
+    /// If there are none.
+    pub fn choose_from(&mut self, logits: &Logits) -> u32 {
+        match logits {
+            Logits::All(logits) => self.choose(logits),
+            Logits::Largest(candidates) => {
+                self.candidates.clear();
+                self.candidates.extend_from_slice(candidates);
+                self.decide()
+            }
+        }
+    }
+
+    /// Makes candidates of the logits that may be chosen.
+    fn consider(&mut self, logits: &[f32]) {
+        // A mask has made logits infinite.
+        let _ = largest(logits, self.kept().unwrap_or(usize::MAX), &mut self.candidates);
+    }
+
+    /// Chooses one of the candidates, whose logits are what they are after penalties.
     fn decide(&mut self) -> u32 {
-        self.penalise();
         let id = if self.settings.temperature == 0.0 { self.greedy() } else { self.draw() };
         *self.counts.entry(id).or_insert(0) += 1;
         id
     }
 
-    fn penalise(&mut self) {
+    /// Whether the choice depends on those before it.
+    fn penalises(&self) -> bool {
+        let Sampling { presence_penalty, frequency_penalty, repeat_penalty, .. } = self.settings;
+        presence_penalty != 0.0 || frequency_penalty != 0.0 || repeat_penalty != 1.0
+    }
+
+    fn penalise(&self, logits: &mut [f32]) {
         let Sampling { presence_penalty, frequency_penalty, repeat_penalty, .. } = self.settings;
         for (&id, &count) in &self.counts {
-            let Ok(at) = self.candidates.binary_search_by_key(&id, |c| c.id) else { continue };
-            let logit = &mut self.candidates[at].logit;
+            let Some(logit) = logits.get_mut(id as usize) else { continue };
             *logit = if *logit > 0.0 { *logit / repeat_penalty } else { *logit * repeat_penalty };
             *logit -= presence_penalty + frequency_penalty * count as f32;
+            *logit = logit.clamp(f32::MIN, f32::MAX);
         }
     }
 
     fn greedy(&self) -> u32 {
-        let best =
-            self.candidates.iter().copied().reduce(|best, c| if c.logit > best.logit { c } else { best });
-        best.expect("a vocabulary is not empty").id
+        let better = |a: Candidate, b: Candidate| {
+            if b.logit > a.logit || (b.logit == a.logit && b.id < a.id) { b } else { a }
+        };
+        self.candidates.iter().copied().reduce(better).expect("a vocabulary is not empty").id
     }
 
     fn draw(&mut self) -> u32 {

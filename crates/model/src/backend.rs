@@ -96,13 +96,50 @@ impl Matrix {
     pub fn row(&self, index: usize) -> &[f32] {
         &self.data[index * self.cols..(index + 1) * self.cols]
     }
+
+    /// All of it, lent.
+    pub fn view(&self) -> MatrixView<'_> {
+        MatrixView { rows: self.rows, cols: self.cols, data: &self.data }
+    }
+}
+
+/// Rows lent by a backend, row-major.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct MatrixView<'a> {
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// rows · cols numbers.
+    pub data: &'a [f32],
+}
+
+impl<'a> MatrixView<'a> {
+    /// Row `index`.
+    pub fn row(&self, index: usize) -> &'a [f32] {
+        &self.data[index * self.cols..(index + 1) * self.cols]
+    }
+
+    /// A copy.
+    pub fn to_matrix(&self) -> Matrix {
+        Matrix { rows: self.rows, cols: self.cols, data: self.data.to_vec() }
+    }
+}
+
+/// A token and its logit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Candidate {
+    /// The token.
+    pub id: u32,
+    /// Its logit.
+    pub logit: f32,
 }
 
 /// The stages of the model over a pass.
 ///
 /// Activations live in the backend and are named by the pass; a call enqueues work and may return before
-/// it is done. Only [`Backend::routes`], [`Backend::logits`], [`Backend::hidden`], [`Backend::read`],
-/// [`Backend::snapshot`] and [`Backend::sync`] wait.
+/// it is done. Only [`Backend::routes`], [`Backend::logits`], [`Backend::largest`], [`Backend::hidden`],
+/// [`Backend::read`], [`Backend::snapshot`] and [`Backend::sync`] wait.
 ///
 /// Stages of one pass are called in the order of [`Driver`](crate::Driver). `rows` are rows of the pass
 /// and a block of [`Pass::blocks`].
@@ -219,8 +256,15 @@ pub trait Backend: Send {
     /// Final norm and output projection, for the rows that want logits or hidden states.
     fn head(&mut self, pass: PassId) -> Result<()>;
 
-    /// Logits of the rows that wanted them: [wanted rows, vocabulary]. Waits.
-    fn logits(&mut self, pass: PassId) -> Result<Matrix>;
+    /// Logits of the rows that wanted them: [wanted rows, vocabulary], in memory of the backend. Waits.
+    fn logits(&mut self, pass: PassId) -> Result<MatrixView<'_>>;
+
+    /// Of each row that wanted logits, candidates among which are the `count` largest, ties included, in any order. Numbers
+    /// that are not finite count as larger than all others, so that they are among the candidates. Waits.
+    /// `None` if the backend has no shorter way to them than [`Backend::logits`] (the default).
+    fn largest(&mut self, _pass: PassId, _count: usize) -> Result<Option<Vec<Vec<Candidate>>>> {
+        Ok(None)
+    }
 
     /// Final hidden states (after the output norm) of the rows that wanted them. Waits.
     fn hidden(&mut self, pass: PassId) -> Result<Matrix>;

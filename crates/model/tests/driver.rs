@@ -4,8 +4,9 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use model::{
-    Backend, Capabilities, Driver, Error, ExpertSource, Intermediate, LayerCall, Matrix, Observer, Pass,
-    PassId, PlacedExpert, Progress, Result, SequenceId, Slot, Snapshot, Spec, Stage, Step, Wave,
+    Backend, Capabilities, Driver, Error, ExpertSource, Intermediate, LayerCall, Matrix, MatrixView,
+    Observer, Pass, PassId, PlacedExpert, Progress, Result, SequenceId, Slot, Snapshot, Spec, Stage, Step,
+    Wave,
 };
 use testkit::{TinyModel, TinyOptions};
 
@@ -115,8 +116,8 @@ impl Backend for Log {
     fn head(&mut self, _: PassId) -> Result<()> {
         self.note("head".to_string())
     }
-    fn logits(&mut self, _: PassId) -> Result<Matrix> {
-        Ok(Matrix::default())
+    fn logits(&mut self, _: PassId) -> Result<MatrixView<'_>> {
+        Ok(MatrixView::default())
     }
     fn hidden(&mut self, _: PassId) -> Result<Matrix> {
         Ok(Matrix::default())

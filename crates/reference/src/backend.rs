@@ -5,7 +5,8 @@ use std::ops::Range;
 
 use model::state::host::HostState;
 use model::{
-    Backend, Capabilities, Error, Intermediate, Matrix, Pass, PassId, Result, SequenceId, Snapshot, Wave,
+    Backend, Capabilities, Error, Intermediate, Matrix, MatrixView, Pass, PassId, Result, SequenceId,
+    Snapshot, Wave,
 };
 
 use crate::open::Open;
@@ -138,9 +139,10 @@ impl Backend for Reference {
         context.head(open)
     }
 
-    fn logits(&mut self, pass: PassId) -> Result<Matrix> {
+    fn logits(&mut self, pass: PassId) -> Result<MatrixView<'_>> {
         let (_, _, open) = self.open(pass)?;
-        open.logits.clone().ok_or_else(|| Error::Pass("logits are read before `head`".to_string()))
+        let logits = open.logits.as_ref().map(Matrix::view);
+        logits.ok_or_else(|| Error::Pass("logits are read before `head`".to_string()))
     }
 
     fn hidden(&mut self, pass: PassId) -> Result<Matrix> {

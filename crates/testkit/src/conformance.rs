@@ -285,7 +285,7 @@ pub fn interleaved_passes(make: Make) {
             token += 1;
         }
     }
-    same_bits(&bench.backend.logits(driver.pass()).unwrap(), &long, "the pass that waited");
+    same_bits(&bench.backend.logits(driver.pass()).unwrap().to_matrix(), &long, "the pass that waited");
     bench.backend.commit(driver.pass()).unwrap();
     assert_eq!(bench.backend.position(slow).unwrap(), 200);
 }
@@ -324,7 +324,7 @@ pub fn wanted_rows(make: Make) {
     pass.hidden = vec![3, 4];
     let mut driver = Driver::begin(&mut *bench.backend, &model.spec, &pass).unwrap();
     driver.finish(&mut *bench.backend, &mut MappedExperts::new(&model), &mut Quiet).unwrap();
-    let logits = bench.backend.logits(driver.pass()).unwrap();
+    let logits = bench.backend.logits(driver.pass()).unwrap().to_matrix();
     same_bits(&rows(&logits, 0..1), &rows(&expected, 3..4), "row 3");
     same_bits(&rows(&logits, 1..2), &rows(&expected, 69..70), "row 69");
     let hidden = bench.backend.hidden(driver.pass()).unwrap();

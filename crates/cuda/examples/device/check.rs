@@ -52,6 +52,9 @@ pub fn run(model: &Path, only: &[&str]) -> ExitCode {
     for rows in [1, 63, 64, 65, 300, 4170] {
         check(&format!("products {rows} rows"), &|| products(rows));
     }
+    for cols in [1, 63, 64, 65, 8192, 8193, 151_936] {
+        check(&format!("largest of {cols}"), &|| largest(cols));
+    }
     for (name, work) in suite(&|model, limits| Box::new(cuda(&model, limits))) {
         check(&format!("suite {name}"), &|| {
             work();
@@ -175,6 +178,48 @@ fn products(m: usize) -> String {
         }
     }
     format!("{compared} results")
+}
+
+/// What is picked out of rows are numbers that are there, once each, and the `count` largest are among them, ties included.
+fn largest(cols: usize) -> String {
+    let mut random = Random::new(cols as u64, "logits");
+    let plain = random.normals(cols, 3.0);
+    let rounded: Vec<f32> = plain.iter().map(|x| x.round()).collect();
+    let near: Vec<f32> = plain.iter().map(|x| 20.0 + 1e-5 * x).collect();
+    let mut broken = plain.clone();
+    broken[cols / 2] = f32::NAN;
+    let mut infinite = plain.clone();
+    infinite[cols - 1] = f32::NEG_INFINITY;
+    let rows = [plain, rounded, near, vec![-0.0; cols], broken, infinite].concat();
+    let mut most = 0;
+    for count in [1, 2, 20, 64] {
+        let Some(all) = redlite_cuda::largest(&rows, cols, count).expect("a GPU") else {
+            // So many are alike.
+            let parts: Vec<_> =
+                rows.chunks(cols).map(|row| redlite_cuda::largest(row, cols, count)).collect();
+            let left = parts.iter().filter(|part| part.as_ref().expect("a GPU").is_none()).count();
+            assert!(cols > 256 && left <= 2, "{left} rows of {cols} have too many, {count} wanted");
+            continue;
+        };
+        for (row, found) in rows.chunks(cols).zip(&all) {
+            let mut ids: Vec<u32> = found.iter().map(|candidate| candidate.id).collect();
+            assert!(
+                found.iter().all(|c| c.logit.to_bits() == row[c.id as usize].to_bits()),
+                "numbers of the row"
+            );
+            ids.sort_unstable();
+            assert!(ids.windows(2).all(|pair| pair[0] < pair[1]), "once each");
+            let larger = |x: f32| if x.is_finite() { x } else { f32::INFINITY };
+            let mut sorted: Vec<f32> = row.iter().map(|&x| larger(x)).collect();
+            sorted.sort_unstable_by(|a, b| b.total_cmp(a));
+            let least = sorted[count.min(cols) - 1];
+            let expected = (0..cols as u32).filter(|&id| larger(row[id as usize]) >= least);
+            let missing = expected.into_iter().find(|id| ids.binary_search(id).is_err());
+            assert!(missing.is_none(), "{missing:?} is among the {count} largest of {cols}");
+            most = most.max(found.len());
+        }
+    }
+    format!("at most {most} candidates")
 }
 
 type Check<'a> = (&'static str, Box<dyn Fn() + 'a>);
