@@ -362,9 +362,7 @@ impl<'a> Bench<'a> {
         }
         Ok(())
     }
-}
 
-impl Bench<'_> {
     /// Reads tokens one by one, and chooses one behind each as an answer does, though not to go on with it.
     fn write(&mut self, session: &mut Session, ids: &[u32], hear: &dyn Fn(f64)) -> Result<(), Failure> {
         let mut sampler = Sampler::new(Sampling::default())?;

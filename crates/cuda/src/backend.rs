@@ -277,6 +277,14 @@ impl Backend for Cuda {
         self.call(pass, Call { stage: Stage::Experts, layer, rows: 0..0, wave: Some(wave.clone()) })
     }
 
+    fn repeat(&mut self, pass: PassId) -> Result<bool> {
+        self.bind("graph")?;
+        let mut open = self.take(pass)?;
+        let result = self.repeat_all(&mut open);
+        self.passes[pass.0 as usize] = Some(open);
+        result
+    }
+
     fn slot_memory(&mut self, bytes: usize) -> Result<(u32, Arc<dyn SlotMemory>)> {
         self.bind("experts")?;
         self.add_arena(bytes)

@@ -100,14 +100,12 @@ fn gather(found: &[u32], counts: &[u32], pieces: usize) -> Option<Vec<Vec<Candid
     if counts.iter().any(|&count| count as usize > ROOM) {
         return None;
     }
-    let of_piece = |(found, &count): (&[u32], &u32)| {
-        let pairs = found.as_chunks::<2>().0[..count as usize].iter();
-        pairs.map(|&[id, bits]| Candidate { id, logit: f32::from_bits(bits) }).collect::<Vec<_>>()
-    };
-    let rows = found.chunks(2 * ROOM * pieces).zip(counts.chunks(pieces));
-    Some(
-        rows.map(|(found, counts)| found.chunks(2 * ROOM).zip(counts).flat_map(of_piece).collect()).collect(),
-    )
+    let rows = found.as_chunks::<2>().0.chunks(ROOM * pieces).zip(counts.chunks(pieces));
+    let candidates = rows.map(|(found, counts)| {
+        let pairs = found.chunks(ROOM).zip(counts).flat_map(|(piece, &count)| &piece[..count as usize]);
+        pairs.map(|&[id, bits]| Candidate { id, logit: f32::from_bits(bits) }).collect()
+    });
+    Some(candidates.collect())
 }
 
 #[cfg(test)]

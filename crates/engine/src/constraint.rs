@@ -26,7 +26,7 @@ impl TokenMask {
     }
 
     /// Makes the logits of tokens it does not allow −∞; `logits` has one a token id.
-    pub fn forbid(&self, logits: &mut [f32]) {
+    pub(crate) fn forbid(&self, logits: &mut [f32]) {
         for (index, logits) in logits.chunks_mut(32).enumerate() {
             match self.0.get(index).copied().unwrap_or(0) {
                 u32::MAX => {}

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use model::state::PAGE;
-use model::{Backend, Driver, ExpertSource, Model, Pass, PassId, Quiet, SequenceId, Snapshot};
+use model::{Backend, Driver, ExpertSource, Model, Pass, PassId, SequenceId, Snapshot};
 
 use crate::cancel::Cancel;
 use crate::chunks::{Flow, chunks};
@@ -174,15 +174,12 @@ impl Engine {
             pass.logits.extend(rows);
         }
         self.begin_small()?;
-        let mut driver = Driver::begin(&mut *self.backend, &self.model.spec, &pass)?;
-        let computed = (driver.finish(&mut *self.backend, &mut *self.experts, &mut Quiet))
-            .map_err(Error::from)
-            .and_then(|()| self.take_logits(driver.pass(), steps));
-        if let Err(error) = computed {
-            self.backend.abort(driver.pass());
+        let pass = Driver::run(&mut *self.backend, &mut *self.experts, &self.model.spec, &pass)?;
+        if let Err(error) = self.take_logits(pass, steps) {
+            self.backend.abort(pass);
             return Err(error);
         }
-        self.backend.commit(driver.pass())?;
+        self.backend.commit(pass)?;
         steps.iter_mut().for_each(|step| self.extend(step.session, &[step.token]));
         Ok(())
     }

@@ -161,10 +161,7 @@ impl Generation {
             return Ok(None);
         }
         let id = self.choose_id()?;
-        let logprobs = match &self.logits {
-            Logits::All(logits) => self.logprobs.map(|top| Logprobs::new(logits, id, top)),
-            Logits::Largest(_) => None,
-        };
+        let logprobs = self.logprobs.map(|top| Logprobs::new(self.logits.all(), id, top));
         self.left -= 1;
         if self.stop_tokens.contains(&id) {
             return Ok(Some(Token { logprobs, ..self.end(id, String::new(), Finish::Stop) }));
@@ -183,12 +180,10 @@ impl Generation {
     }
 
     fn choose_id(&mut self) -> Result<u32> {
-        let (Some(constraint), Logits::All(logits)) = (&mut self.constraint, &self.logits) else {
-            return Ok(self.sampler.choose_from(&self.logits));
-        };
+        let Some(constraint) = &mut self.constraint else { return Ok(self.sampler.choose_from(&self.logits)) };
         let fail = |reason| Error::Constraint { reason };
         let mask = constraint.mask().map_err(fail)?;
-        let id = self.sampler.choose_among(logits, &mask);
+        let id = self.sampler.choose_among(self.logits.all(), &mask);
         let id = id.ok_or_else(|| fail("no token satisfies it".to_owned()))?;
         constraint.commit(id).map_err(fail)?;
         Ok(id)

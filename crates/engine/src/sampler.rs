@@ -77,7 +77,7 @@ pub struct Sampler {
     random: ChaCha8Rng,
     counts: HashMap<u32, u32>,
     candidates: Vec<Candidate>,
-    /// Logits as constraint and penalties leave them.
+    /// Logits as penalties and constraint leave them.
     changed: Vec<f32>,
 }
 
@@ -114,29 +114,12 @@ impl Sampler {
     /// # Panics
     /// If there are no logits.
     pub fn choose(&mut self, logits: &[f32]) -> u32 {
-        if !self.penalises() {
-            self.consider(logits);
-            return self.decide();
-        }
-        let mut changed = std::mem::take(&mut self.changed);
-        changed.clear();
-        changed.extend_from_slice(logits);
-        self.penalise(&mut changed);
-        self.consider(&changed);
-        self.changed = changed;
-        self.decide()
+        self.choose_of_all(logits, None).expect("a vocabulary is not empty")
     }
 
     /// As [`Sampler::choose`], among the tokens of `mask`; `None` if there are none.
     pub fn choose_among(&mut self, logits: &[f32], mask: &TokenMask) -> Option<u32> {
-        let mut changed = std::mem::take(&mut self.changed);
-        changed.clear();
-        changed.extend_from_slice(logits);
-        self.penalise(&mut changed);
-        mask.forbid(&mut changed);
-        self.consider(&changed);
-        self.changed = changed;
-        (!self.candidates.is_empty()).then(|| self.decide())
+        self.choose_of_all(logits, Some(mask))
     }
 
     /// As [`Sampler::choose`], from what was [`needed`](Sampler::needed) of the logits, or more.
@@ -147,17 +130,26 @@ impl Sampler {
         match logits {
             Logits::All(logits) => self.choose(logits),
             Logits::Largest(candidates) => {
-                self.candidates.clear();
-                self.candidates.extend_from_slice(candidates);
+                self.candidates.clone_from(candidates);
                 self.decide()
             }
         }
     }
 
-    /// Makes candidates of the logits that may be chosen.
-    fn consider(&mut self, logits: &[f32]) {
-        // A mask has made logits infinite.
-        let _ = largest(logits, self.kept().unwrap_or(usize::MAX), &mut self.candidates);
+    fn choose_of_all(&mut self, logits: &[f32], mask: Option<&TokenMask>) -> Option<u32> {
+        let count = self.kept().unwrap_or(usize::MAX);
+        if mask.is_none() && !self.penalises() {
+            largest(logits, count, &mut self.candidates);
+        } else {
+            let mut changed = std::mem::take(&mut self.changed);
+            changed.clear();
+            changed.extend_from_slice(logits);
+            self.penalise(&mut changed);
+            mask.inspect(|mask| mask.forbid(&mut changed));
+            largest(&changed, count, &mut self.candidates);
+            self.changed = changed;
+        }
+        (!self.candidates.is_empty()).then(|| self.decide())
     }
 
     /// Chooses one of the candidates, whose logits are what they are after penalties.
@@ -179,6 +171,7 @@ impl Sampler {
             let Some(logit) = logits.get_mut(id as usize) else { continue };
             *logit = if *logit > 0.0 { *logit / repeat_penalty } else { *logit * repeat_penalty };
             *logit -= presence_penalty + frequency_penalty * count as f32;
+            // Only what a mask forbids is infinite.
             *logit = logit.clamp(f32::MIN, f32::MAX);
         }
     }

@@ -219,6 +219,15 @@ pub trait Backend: Send {
     /// Routed experts of one wave, over all rows of the pass.
     fn experts(&mut self, pass: PassId, layer: usize, wave: &Wave) -> Result<()>;
 
+    /// Calls all stages of a pass just begun at once, every expert where it was in the passes before. `false`, and nothing
+    /// done, if the backend would have them called one by one (the default).
+    ///
+    /// # Errors
+    /// Those of the stages.
+    fn repeat(&mut self, _pass: PassId) -> Result<bool> {
+        Ok(false)
+    }
+
     /// No pass of more than `rows` rows is open or will begin soon: memory that only those need goes back to the system
     /// (by default nothing does).
     fn shrink(&mut self, _rows: usize) {}
@@ -259,9 +268,9 @@ pub trait Backend: Send {
     /// Logits of the rows that wanted them: [wanted rows, vocabulary], in memory of the backend. Waits.
     fn logits(&mut self, pass: PassId) -> Result<MatrixView<'_>>;
 
-    /// Of each row that wanted logits, candidates among which are the `count` largest, ties included, in any order. Numbers
+    /// Of each row that wanted logits, candidates among which are the `count` largest and their equals, in any order. Numbers
     /// that are not finite count as larger than all others, so that they are among the candidates. Waits.
-    /// `None` if the backend has no shorter way to them than [`Backend::logits`] (the default).
+    /// `None` if [`Backend::logits`] is as short a way to them (the default), or too many are alike.
     fn largest(&mut self, _pass: PassId, _count: usize) -> Result<Option<Vec<Vec<Candidate>>>> {
         Ok(None)
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use model::state::host::HostState;
 use model::{
-    Backend, Capabilities, Error, Intermediate, Matrix, MatrixView, Pass, PassId, Result, SequenceId,
+    Backend, Candidate, Capabilities, Error, Intermediate, Matrix, MatrixView, Pass, PassId, Result, SequenceId,
     Snapshot, Wave,
 };
 
@@ -21,6 +21,16 @@ impl Reference {
 
 fn no_pass(pass: PassId) -> Error {
     Error::Pass(format!("pass {} is not open", pass.0))
+}
+
+/// The `count` largest of a row and their equals, by falling size; what is not finite is larger than all else.
+fn largest(row: &[f32], count: usize) -> Vec<Candidate> {
+    let size = |c: &Candidate| if c.logit.is_finite() { c.logit } else { f32::INFINITY };
+    let mut all: Vec<Candidate> = (0..).zip(row).map(|(id, &logit)| Candidate { id, logit }).collect();
+    all.sort_by(|a, b| size(b).total_cmp(&size(a)));
+    let least = all.get(count.max(1) - 1).map_or(f32::NEG_INFINITY, size);
+    all.retain(|candidate| size(candidate) >= least);
+    all
 }
 
 impl Backend for Reference {
@@ -143,6 +153,11 @@ impl Backend for Reference {
         let (_, _, open) = self.open(pass)?;
         let logits = open.logits.as_ref().map(Matrix::view);
         logits.ok_or_else(|| Error::Pass("logits are read before `head`".to_string()))
+    }
+
+    fn largest(&mut self, pass: PassId, count: usize) -> Result<Option<Vec<Vec<Candidate>>>> {
+        let logits = self.logits(pass)?;
+        Ok(Some((0..logits.rows).map(|row| largest(logits.row(row), count)).collect()))
     }
 
     fn hidden(&mut self, pass: PassId) -> Result<Matrix> {

@@ -242,6 +242,8 @@ pub(crate) fn suite(make: Make<'_>) -> Vec<Check<'_>> {
         ("layouts", Box::new(|| conformance::layouts(make))),
         ("strong decay", Box::new(|| conformance::strong_decay(make, OTHER_KERNELS))),
         ("wanted rows", Box::new(|| conformance::wanted_rows(make))),
+        ("largest", Box::new(|| conformance::largest(make))),
+        ("in one go", Box::new(|| conformance::in_one_go(make))),
         ("misuse", Box::new(|| conformance::misuse(make))),
     ]
 }
