@@ -180,7 +180,9 @@ impl Generation {
     }
 
     fn choose_id(&mut self) -> Result<u32> {
-        let Some(constraint) = &mut self.constraint else { return Ok(self.sampler.choose_from(&self.logits)) };
+        let Some(constraint) = &mut self.constraint else {
+            return Ok(self.sampler.choose_from(&self.logits));
+        };
         let fail = |reason| Error::Constraint { reason };
         let mask = constraint.mask().map_err(fail)?;
         let id = self.sampler.choose_among(self.logits.all(), &mask);

@@ -58,7 +58,8 @@ impl Sorted {
             sum += share(logit);
             kept += 1;
         }
-        let weights = sorted[..kept].iter().map(|one| (f64::from(one.1 - top) / f64::from(temperature)).exp());
+        let weights =
+            sorted[..kept].iter().map(|one| (f64::from(one.1 - top) / f64::from(temperature)).exp());
         let sums: Vec<f64> = weights
             .scan(0.0, |sum, weight| {
                 *sum += weight;
@@ -89,8 +90,18 @@ fn settings() -> Vec<Sampling> {
         all.push(Sampling { top_k, presence_penalty: 0.7, ..open });
     }
     for temperature in [0.0, 0.9] {
-        all.push(Sampling { temperature, frequency_penalty: 0.9, repeat_penalty: 1.3, ..Sampling::default() });
-        all.push(Sampling { temperature, presence_penalty: -1.5, repeat_penalty: 0.5, ..Sampling::default() });
+        all.push(Sampling {
+            temperature,
+            frequency_penalty: 0.9,
+            repeat_penalty: 1.3,
+            ..Sampling::default()
+        });
+        all.push(Sampling {
+            temperature,
+            presence_penalty: -1.5,
+            repeat_penalty: 0.5,
+            ..Sampling::default()
+        });
     }
     all.push(Sampling { top_p: 0.3, ..open });
     all.push(Sampling { min_p: 0.3, ..open });

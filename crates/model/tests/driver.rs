@@ -292,7 +292,10 @@ fn a_pass_runs_in_one_go_where_experts_rest_and_the_backend_can() {
     let (id, calls) = run(true, || Ok(true), None);
     assert_eq!((id, calls.join(", ")), (Ok(PassId(7)), "begin 1, repeat 7".to_string()));
     let (id, stages) = run(false, || Ok(true), None);
-    assert_eq!((id, stages.len(), &*stages[1]), (Ok(PassId(7)), 1 + 1 + 5 * 4 + 4 + 3 + 4 * 3 + 1, "embed 0..1"));
+    assert_eq!(
+        (id, stages.len(), &*stages[1]),
+        (Ok(PassId(7)), 1 + 1 + 5 * 4 + 4 + 3 + 4 * 3 + 1, "embed 0..1")
+    );
     let (id, calls) = run(true, || Ok(false), None);
     assert_eq!((id, &*calls[1], &calls[2..]), (Ok(PassId(7)), "repeat 7", &stages[1..]));
     // After a failure the pass is given up, once.

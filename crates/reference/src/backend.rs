@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use model::state::host::HostState;
 use model::{
-    Backend, Candidate, Capabilities, Error, Intermediate, Matrix, MatrixView, Pass, PassId, Result, SequenceId,
-    Snapshot, Wave,
+    Backend, Candidate, Capabilities, Error, Intermediate, Matrix, MatrixView, Pass, PassId, Result,
+    SequenceId, Snapshot, Wave,
 };
 
 use crate::open::Open;

@@ -356,7 +356,10 @@ pub fn largest(make: Make) {
             falling.sort_unstable_by(|a, b| b.total_cmp(a));
             let least = falling[count.min(row.len()) - 1];
             let mut wanted = (0u32..).zip(row).filter(|&(_, &logit)| logit >= least);
-            assert!(wanted.all(|(id, _)| ids.binary_search(&id).is_ok()), "the {count} largest of row {index}");
+            assert!(
+                wanted.all(|(id, _)| ids.binary_search(&id).is_ok()),
+                "the {count} largest of row {index}"
+            );
         }
     }
     same_bits(&bench.backend.logits(driver.pass()).unwrap().to_matrix(), &logits, "logits read again");
