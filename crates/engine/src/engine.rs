@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use model::state::PAGE;
-use model::{Backend, Driver, ExpertSource, Model, Pass, PassId, SequenceId, Snapshot};
+use model::{Backend, Driver, ExpertSource, MatrixView, Model, Pass, PassId, SequenceId, Snapshot};
 
 use crate::cancel::Cancel;
 use crate::chunks::{Flow, chunks};
@@ -186,26 +186,25 @@ impl Engine {
 
     /// Waits for a pass of one row a step, and hands out what each needs of its logits.
     fn take_logits(&mut self, pass: PassId, steps: &mut [Step]) -> Result<()> {
-        let largest = steps.iter().try_fold(0, |most, step| match step.needed {
+        let counts = steps.iter().filter_map(|step| match step.needed {
+            Needed::Largest(count) => Some(count),
             Needed::All => None,
-            Needed::Largest(count) => Some(count.max(most)),
         });
-        let non_finite = |step: &Step| Err(Error::NonFinite { position: step.session.len() });
-        if let Some(count) = largest
-            && let Some(rows) = self.backend.largest(pass, count)?
-        {
-            for (step, candidates) in steps.iter_mut().zip(rows) {
-                if candidates.iter().any(|candidate| !candidate.logit.is_finite()) {
-                    return non_finite(step);
-                }
-                *step.logits = Logits::Largest(candidates);
-            }
-            return Ok(());
-        }
-        let logits = self.backend.logits(pass)?;
+        let mut picked = match counts.max() {
+            Some(count) => self.backend.largest(pass, count)?,
+            None => None,
+        };
+        let whole_rows = picked.is_none() || steps.iter().any(|step| step.needed == Needed::All);
+        let rows = if whole_rows { self.backend.logits(pass)? } else { MatrixView::default() };
         for (index, step) in steps.iter_mut().enumerate() {
-            if !step.logits.take(logits.row(index), step.needed) {
-                return non_finite(step);
+            let finite = match (step.needed, &mut picked) {
+                (Needed::Largest(_), Some(picked)) => {
+                    step.logits.take_candidates(std::mem::take(&mut picked[index]))
+                }
+                (needed, _) => step.logits.take(rows.row(index), needed),
+            };
+            if !finite {
+                return Err(Error::NonFinite { position: step.session.len() });
             }
         }
         Ok(())

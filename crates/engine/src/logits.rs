@@ -44,6 +44,13 @@ impl Logits {
         }
     }
 
+    /// Takes what a backend has picked out. False if one of the candidates is not finite.
+    pub(crate) fn take_candidates(&mut self, candidates: Vec<Candidate>) -> bool {
+        let finite = candidates.iter().all(|candidate| candidate.logit.is_finite());
+        *self = Logits::Largest(candidates);
+        finite
+    }
+
     /// Takes what is `needed` of `row`, one logit a token id. False if one of them is not finite.
     pub(crate) fn take(&mut self, row: &[f32], needed: Needed) -> bool {
         match needed {
