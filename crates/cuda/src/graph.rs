@@ -1,5 +1,5 @@
 //! Passes of single rows, put off until somebody waits for them and then enqueued at once: as a recorded graph if every
-//! stage is there, else one by one.
+//! stage is there, else one by one. Where nothing about experts changes, a recorded pass is not even put off ([`Cuda::repeat_all`]).
 //!
 //! A graph names memory and nothing that changes from token to token: tokens, positions, pages and slots are read from
 //! tables on the GPU. One serves all positions with the same number of provided parts. The kernels are those of
