@@ -309,9 +309,9 @@ impl Backend for Cuda {
         Ok(MatrixView { rows, cols, data })
     }
 
-    fn largest(&mut self, pass: PassId, count: usize) -> Result<Option<Vec<Vec<Candidate>>>> {
-        let (rows, cols, at) = self.logits_of(pass)?;
-        self.pick((at, rows, cols), count).map_err(fail("head", 0))
+    fn largest(&mut self, pass: PassId, counts: &[usize]) -> Result<Vec<Option<Vec<Candidate>>>> {
+        let (_, cols, at) = self.logits_of(pass)?;
+        self.pick((at, cols), counts).map_err(fail("head", 0))
     }
 
     fn hidden(&mut self, pass: PassId) -> Result<Matrix> {

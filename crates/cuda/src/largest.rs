@@ -15,6 +15,9 @@ const THREADS: usize = 1024;
 const EACH: usize = 8;
 const ROOM: usize = 256;
 
+/// Numbers that may be wanted of a row: each piece has room for a few times as many.
+const MOST: usize = 64;
+
 /// Parameters of `largest`.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -41,24 +44,30 @@ impl Candidates {
         Ok(self.0.as_ref().expect("just made"))
     }
 
-    /// Of each of `rows` rows of `cols` numbers, candidates among which are the `count` largest; `None` if a piece of a row
-    /// has too many of them. Waits.
+    /// Of each row of `cols` numbers, candidates among which are as many of the largest as `counts` says; `None` if that is
+    /// none or more than [`MOST`], or a piece of the row has too many that are as large. Waits.
     fn pick(
         &mut self,
         (device, kernel): (&Arc<Device>, &Function),
-        (x, rows, cols): (u64, usize, usize),
-        count: usize,
-    ) -> Result<Option<Vec<Vec<Candidate>>>, DriverError> {
-        let pieces = cols.div_ceil(THREADS * EACH);
+        (x, cols): (u64, usize),
+        counts: &[usize],
+    ) -> Result<Vec<Option<Vec<Candidate>>>, DriverError> {
+        let wanted = |count: usize| (1..=MOST).contains(&count);
+        let Some(most) = counts.iter().copied().filter(|&count| wanted(count)).max() else {
+            return Ok(vec![None; counts.len()]);
+        };
+        let (rows, pieces) = (counts.len(), cols.div_ceil(THREADS * EACH));
         let room = self.room(device, rows * pieces)?;
         let out = room.host() as u64;
-        let counts = out + (rows * pieces * ROOM * size_of::<[u32; 2]>()) as u64;
-        let p = Largest { x, out, counts, cols: cols as i32, count: count as i32 };
+        let lengths = out + (rows * pieces * ROOM * size_of::<[u32; 2]>()) as u64;
+        let p = Largest { x, out, counts: lengths, cols: cols as i32, count: most as i32 };
         device.launch(kernel, (pieces, rows, 1), THREADS, 0, &p)?;
         device.wait()?;
         // SAFETY: the kernel that wrote it has ended, and no other writes it while it is lent.
-        let (found, counts) = unsafe { room.words() }.split_at(rows * pieces * ROOM * 2);
-        Ok(gather(found, &counts[..rows * pieces], pieces))
+        let (found, lengths) = unsafe { room.words() }.split_at(rows * pieces * ROOM * 2);
+        let rows = found.as_chunks::<2>().0.chunks(ROOM * pieces).zip(lengths.chunks(pieces));
+        let of_row = |(&count, (found, lengths))| if wanted(count) { gather(found, lengths) } else { None };
+        Ok(counts.iter().zip(rows).map(of_row).collect())
     }
 }
 
@@ -66,10 +75,10 @@ impl Cuda {
     /// Candidates of rows of logits; see [`Backend::largest`](model::Backend::largest).
     pub(crate) fn pick(
         &mut self,
-        logits: (u64, usize, usize),
-        count: usize,
-    ) -> Result<Option<Vec<Vec<Candidate>>>, DriverError> {
-        self.candidates.pick((&self.device, &self.kernels.largest), logits, count)
+        logits: (u64, usize),
+        counts: &[usize],
+    ) -> Result<Vec<Option<Vec<Candidate>>>, DriverError> {
+        self.candidates.pick((&self.device, &self.kernels.largest), logits, counts)
     }
 }
 
@@ -80,8 +89,8 @@ impl Cuda {
 ///
 /// # Panics
 /// If the rows are not whole.
-pub fn largest(x: &[f32], cols: usize, count: usize) -> crate::Result<Option<Vec<Vec<Candidate>>>> {
-    assert!(x.len().is_multiple_of(cols), "whole rows");
+pub fn largest(x: &[f32], cols: usize, counts: &[usize]) -> crate::Result<Vec<Option<Vec<Candidate>>>> {
+    assert_eq!(x.len(), cols * counts.len(), "whole rows");
     let device = Device::open(0)?;
     let target = compile::target(device.capability, device.shared);
     let modules = kernels::load(&device, &[Source::rows(&target)])?;
@@ -89,23 +98,19 @@ pub fn largest(x: &[f32], cols: usize, count: usize) -> crate::Result<Option<Vec
         let kernel = modules[0].function("largest")?;
         let rows = device.allocate(4 * x.len())?;
         device.upload(x, rows.at)?;
-        Candidates::default().pick((&device, &kernel), (rows.at, x.len() / cols, cols), count)
+        Candidates::default().pick((&device, &kernel), (rows.at, cols), counts)
     };
     run().map_err(failed("picking out the largest numbers"))
 }
 
-/// The candidates of rows of `pieces` pieces: of each piece `ROOM` pairs of index and bits, of which `counts` says how many
-/// there are. `None` if there are more.
-fn gather(found: &[u32], counts: &[u32], pieces: usize) -> Option<Vec<Vec<Candidate>>> {
-    if counts.iter().any(|&count| count as usize > ROOM) {
+/// The candidates of a row: of each of its pieces as many pairs of index and bits as `lengths` says, of `ROOM`. `None` if
+/// there were more.
+fn gather(found: &[[u32; 2]], lengths: &[u32]) -> Option<Vec<Candidate>> {
+    if lengths.iter().any(|&length| length as usize > ROOM) {
         return None;
     }
-    let rows = found.as_chunks::<2>().0.chunks(ROOM * pieces).zip(counts.chunks(pieces));
-    let candidates = rows.map(|(found, counts)| {
-        let pairs = found.chunks(ROOM).zip(counts).flat_map(|(piece, &count)| &piece[..count as usize]);
-        pairs.map(|&[id, bits]| Candidate { id, logit: f32::from_bits(bits) }).collect()
-    });
-    Some(candidates.collect())
+    let pairs = found.chunks(ROOM).zip(lengths).flat_map(|(piece, &length)| &piece[..length as usize]);
+    Some(pairs.map(|&[id, bits]| Candidate { id, logit: f32::from_bits(bits) }).collect())
 }
 
 #[cfg(test)]
@@ -122,20 +127,15 @@ mod tests {
 
     #[test]
     fn candidates_of_a_row_are_those_of_its_pieces() {
-        let (rows, pieces) = (2, 3);
-        let counts = [2, 0, 1, 0, ROOM as u32, 1];
-        let bits = |piece: usize, place: usize| (piece as f32 + place as f32 / 1024.0).to_bits();
-        let found: Vec<u32> = (0..rows * pieces)
-            .flat_map(|piece| {
-                (0..ROOM).flat_map(move |place| [(1000 * piece + place) as u32, bits(piece, place)])
-            })
+        let bits = |piece: u32, place: u32| (piece as f32 + place as f32 / 1024.0).to_bits();
+        let found: Vec<[u32; 2]> = (0..3)
+            .flat_map(|piece| (0..ROOM as u32).map(move |place| [1000 * piece + place, bits(piece, place)]))
             .collect();
-        let all = gather(&found, &counts, pieces).expect("room for all");
-        let ids: Vec<Vec<u32>> = all.iter().map(|row| row.iter().map(|c| c.id).collect()).collect();
-        assert_eq!(ids[0], [0, 1, 2000]);
-        assert_eq!((ids[1].len(), ids[1][0], ids[1][ROOM]), (ROOM + 1, 4000, 5000));
-        assert_eq!(all[0][1].logit.to_bits(), bits(0, 1));
-        let more = [0, 0, 0, 0, 0, ROOM as u32 + 1];
-        assert_eq!(gather(&found, &more, pieces), None);
+        let row = gather(&found, &[2, 0, 1]).expect("room for all");
+        assert_eq!(row.iter().map(|c| c.id).collect::<Vec<_>>(), [0, 1, 2000]);
+        assert_eq!(row[1].logit.to_bits(), bits(0, 1));
+        let row = gather(&found, &[0, ROOM as u32, 1]).expect("room for all");
+        assert_eq!((row.len(), row[0].id, row[ROOM].id), (ROOM + 1, 1000, 2000));
+        assert_eq!(gather(&found, &[0, 0, ROOM as u32 + 1]), None);
     }
 }

@@ -301,8 +301,8 @@ impl Backend for Pipeline {
         self.here(pass, |cuda| cuda.logits(pass))
     }
 
-    fn largest(&mut self, pass: PassId, count: usize) -> Result<Option<Vec<Vec<Candidate>>>> {
-        self.here(pass, |cuda| cuda.largest(pass, count))
+    fn largest(&mut self, pass: PassId, counts: &[usize]) -> Result<Vec<Option<Vec<Candidate>>>> {
+        self.here(pass, |cuda| cuda.largest(pass, counts))
     }
 
     fn hidden(&mut self, pass: PassId) -> Result<Matrix> {

@@ -186,22 +186,18 @@ impl Engine {
 
     /// Waits for a pass of one row a step, and hands out what each needs of its logits.
     fn take_logits(&mut self, pass: PassId, steps: &mut [Step]) -> Result<()> {
-        let counts = steps.iter().filter_map(|step| match step.needed {
-            Needed::Largest(count) => Some(count),
-            Needed::All => None,
-        });
-        let mut picked = match counts.max() {
-            Some(count) => self.backend.largest(pass, count)?,
-            None => None,
+        let count = |step: &Step| match step.needed {
+            Needed::Largest(count) => count,
+            Needed::All => 0,
         };
-        let whole_rows = picked.is_none() || steps.iter().any(|step| step.needed == Needed::All);
+        let counts: Vec<usize> = steps.iter().map(count).collect();
+        let picked = self.backend.largest(pass, &counts)?;
+        let whole_rows = picked.iter().any(Option::is_none);
         let rows = if whole_rows { self.backend.logits(pass)? } else { MatrixView::default() };
-        for (index, step) in steps.iter_mut().enumerate() {
-            let finite = match (step.needed, &mut picked) {
-                (Needed::Largest(_), Some(picked)) => {
-                    step.logits.take_candidates(std::mem::take(&mut picked[index]))
-                }
-                (needed, _) => step.logits.take(rows.row(index), needed),
+        for (index, (step, candidates)) in steps.iter_mut().zip(picked).enumerate() {
+            let finite = match candidates {
+                Some(candidates) => step.logits.take_candidates(candidates),
+                None => step.logits.take(rows.row(index), step.needed),
             };
             if !finite {
                 return Err(Error::NonFinite { position: step.session.len() });

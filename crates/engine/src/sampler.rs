@@ -68,6 +68,24 @@ impl Sampling {
         within("frequency-penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2")?;
         within("repeat-penalty", self.repeat_penalty, f32::MIN_POSITIVE, 100.0, "a number above 0")
     }
+
+    /// Whether a choice depends on those before it.
+    fn penalises(&self) -> bool {
+        self.presence_penalty != 0.0 || self.frequency_penalty != 0.0 || self.repeat_penalty != 1.0
+    }
+
+    /// Whether penalties, if there are any, make no token likelier.
+    fn never_raises(&self) -> bool {
+        self.presence_penalty >= 0.0 && self.frequency_penalty >= 0.0 && self.repeat_penalty >= 1.0
+    }
+
+    /// The logit of a token that was chosen `count` times.
+    fn penalised(&self, logit: f32, count: u32) -> f32 {
+        let scaled = if logit > 0.0 { logit / self.repeat_penalty } else { logit * self.repeat_penalty };
+        let less = self.presence_penalty + self.frequency_penalty * count as f32;
+        // Only what a mask forbids is infinite.
+        (scaled - less).clamp(f32::MIN, f32::MAX)
+    }
 }
 
 /// Chooses tokens, remembering those it chose.
@@ -80,9 +98,6 @@ pub struct Sampler {
     /// Logits as penalties and constraint leave them.
     changed: Vec<f32>,
 }
-
-/// Largest logits that are asked for; where more are needed, all are taken.
-const MOST_LARGEST: usize = 64;
 
 impl Sampler {
     /// A sampler that has chosen nothing yet.
@@ -97,8 +112,10 @@ impl Sampler {
 
     /// What of the logits the next choice depends on.
     pub fn needed(&self) -> Needed {
+        // Each token that penalties may push down makes room for another.
+        let pushed = if self.settings.penalises() { self.counts.len() } else { 0 };
         match self.kept() {
-            Some(count) if count <= MOST_LARGEST && !self.penalises() => Needed::Largest(count),
+            Some(count) if self.settings.never_raises() => Needed::Largest(count + pushed),
             _ => Needed::All,
         }
     }
@@ -131,25 +148,40 @@ impl Sampler {
             Logits::All(logits) => self.choose(logits),
             Logits::Largest(candidates) => {
                 self.candidates.clone_from(candidates);
-                self.decide()
+                self.decide_penalised()
             }
         }
     }
 
     fn choose_of_all(&mut self, logits: &[f32], mask: Option<&TokenMask>) -> Option<u32> {
-        let count = self.kept().unwrap_or(usize::MAX);
-        if mask.is_none() && !self.penalises() {
+        if let (None, Needed::Largest(count)) = (mask, self.needed()) {
             largest(logits, count, &mut self.candidates);
-        } else {
-            let mut changed = std::mem::take(&mut self.changed);
-            changed.clear();
-            changed.extend_from_slice(logits);
-            self.penalise(&mut changed);
-            mask.inspect(|mask| mask.forbid(&mut changed));
-            largest(&changed, count, &mut self.candidates);
-            self.changed = changed;
+            return (!self.candidates.is_empty()).then(|| self.decide_penalised());
         }
+        let mut changed = std::mem::take(&mut self.changed);
+        changed.clear();
+        changed.extend_from_slice(logits);
+        for (&id, &count) in &self.counts {
+            if let Some(logit) = changed.get_mut(id as usize) {
+                *logit = self.settings.penalised(*logit, count);
+            }
+        }
+        mask.inspect(|mask| mask.forbid(&mut changed));
+        largest(&changed, self.kept().unwrap_or(usize::MAX), &mut self.candidates);
+        self.changed = changed;
         (!self.candidates.is_empty()).then(|| self.decide())
+    }
+
+    /// Chooses one of the candidates, whose logits are what the model said.
+    fn decide_penalised(&mut self) -> u32 {
+        if self.settings.penalises() {
+            for Candidate { id, logit } in &mut self.candidates {
+                if let Some(&count) = self.counts.get(id) {
+                    *logit = self.settings.penalised(*logit, count);
+                }
+            }
+        }
+        self.decide()
     }
 
     /// Chooses one of the candidates, whose logits are what they are after penalties.
@@ -157,23 +189,6 @@ impl Sampler {
         let id = if self.settings.temperature == 0.0 { self.greedy() } else { self.draw() };
         *self.counts.entry(id).or_insert(0) += 1;
         id
-    }
-
-    /// Whether the choice depends on those before it.
-    fn penalises(&self) -> bool {
-        let Sampling { presence_penalty, frequency_penalty, repeat_penalty, .. } = self.settings;
-        presence_penalty != 0.0 || frequency_penalty != 0.0 || repeat_penalty != 1.0
-    }
-
-    fn penalise(&self, logits: &mut [f32]) {
-        let Sampling { presence_penalty, frequency_penalty, repeat_penalty, .. } = self.settings;
-        for (&id, &count) in &self.counts {
-            let Some(logit) = logits.get_mut(id as usize) else { continue };
-            *logit = if *logit > 0.0 { *logit / repeat_penalty } else { *logit * repeat_penalty };
-            *logit -= presence_penalty + frequency_penalty * count as f32;
-            // Only what a mask forbids is infinite.
-            *logit = logit.clamp(f32::MIN, f32::MAX);
-        }
     }
 
     fn greedy(&self) -> u32 {

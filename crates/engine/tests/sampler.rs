@@ -176,18 +176,29 @@ fn choices_among_allowed_tokens_are_those_from_all_of_them_sorted() {
 
 #[test]
 fn as_little_is_needed_as_the_choice_depends_on() {
-    let needed = |settings| Sampler::new(settings).unwrap().needed();
+    let needed = |settings| {
+        let mut sampler = Sampler::new(settings).unwrap();
+        let first = sampler.needed();
+        // Three tokens, one of them twice.
+        for best in [0, 2, 1, 2] {
+            sampler.choose_from(&Logits::Largest(vec![Candidate { id: best, logit: 1.0 }]));
+        }
+        (first, sampler.needed())
+    };
+    let largest = |first, later| (Needed::Largest(first), Needed::Largest(later));
     let plain = Sampling::default();
-    assert_eq!(needed(Sampling::greedy()), Needed::Largest(1));
-    assert_eq!(needed(plain), Needed::Largest(20));
-    assert_eq!(needed(Sampling { top_k: 64, ..plain }), Needed::Largest(64));
+    assert_eq!(needed(Sampling::greedy()), largest(1, 1));
+    assert_eq!(needed(plain), largest(20, 20));
+    assert_eq!(needed(Sampling { top_k: 1000, ..plain }), largest(1000, 1000));
+    assert_eq!(needed(Sampling { presence_penalty: 0.1, ..plain }), largest(20, 23));
+    assert_eq!(needed(Sampling { frequency_penalty: 0.1, ..plain }), largest(20, 23));
+    assert_eq!(needed(Sampling { repeat_penalty: 1.1, ..Sampling::greedy() }), largest(1, 4));
     for settings in [
-        Sampling { top_k: 65, ..plain },
         Sampling { top_k: 0, ..plain },
-        Sampling { presence_penalty: 0.1, ..plain },
+        Sampling { presence_penalty: -0.1, repeat_penalty: 1.1, ..plain },
         Sampling { frequency_penalty: -0.1, ..plain },
-        Sampling { repeat_penalty: 1.1, ..Sampling::greedy() },
+        Sampling { repeat_penalty: 0.9, ..Sampling::greedy() },
     ] {
-        assert_eq!(needed(settings), Needed::All, "{settings:?}");
+        assert_eq!(needed(settings), (Needed::All, Needed::All), "{settings:?}");
     }
 }

@@ -268,11 +268,14 @@ pub trait Backend: Send {
     /// Logits of the rows that wanted them: [wanted rows, vocabulary], in memory of the backend. Waits.
     fn logits(&mut self, pass: PassId) -> Result<MatrixView<'_>>;
 
-    /// Of each row that wanted logits, candidates among which are the `count` largest and their equals, in any order. Numbers
-    /// that are not finite count as larger than all others, so that they are among the candidates. Waits.
-    /// `None` if [`Backend::logits`] is as short a way to them (the default), or too many are alike.
-    fn largest(&mut self, _pass: PassId, _count: usize) -> Result<Option<Vec<Vec<Candidate>>>> {
-        Ok(None)
+    /// Of each row that wanted logits, candidates among which are as many of the largest as `counts` says for it and their
+    /// equals, in any order. Numbers that are not finite count as larger than all others, so that they are among the
+    /// candidates. Waits. `None` for a row if [`Backend::logits`] is as short a way (the default), or none are wanted.
+    ///
+    /// # Panics
+    /// May do so if there are not as many counts as rows.
+    fn largest(&mut self, _pass: PassId, counts: &[usize]) -> Result<Vec<Option<Vec<Candidate>>>> {
+        Ok(vec![None; counts.len()])
     }
 
     /// Final hidden states (after the output norm) of the rows that wanted them. Waits.

@@ -28,7 +28,7 @@ fn largest(row: &[f32], count: usize) -> Vec<Candidate> {
     let size = |c: &Candidate| if c.logit.is_finite() { c.logit } else { f32::INFINITY };
     let mut all: Vec<Candidate> = (0..).zip(row).map(|(id, &logit)| Candidate { id, logit }).collect();
     all.sort_by(|a, b| size(b).total_cmp(&size(a)));
-    let least = all.get(count.max(1) - 1).map_or(f32::NEG_INFINITY, size);
+    let least = all.get(count - 1).map_or(f32::NEG_INFINITY, size);
     all.retain(|candidate| size(candidate) >= least);
     all
 }
@@ -155,9 +155,10 @@ impl Backend for Reference {
         logits.ok_or_else(|| Error::Pass("logits are read before `head`".to_string()))
     }
 
-    fn largest(&mut self, pass: PassId, count: usize) -> Result<Option<Vec<Vec<Candidate>>>> {
+    fn largest(&mut self, pass: PassId, counts: &[usize]) -> Result<Vec<Option<Vec<Candidate>>>> {
         let logits = self.logits(pass)?;
-        Ok(Some((0..logits.rows).map(|row| largest(logits.row(row), count)).collect()))
+        let of_row = |(row, &count)| (count > 0).then(|| largest(logits.row(row), count));
+        Ok(counts.iter().enumerate().map(of_row).collect())
     }
 
     fn hidden(&mut self, pass: PassId) -> Result<Matrix> {

@@ -344,10 +344,10 @@ pub fn largest(make: Make) {
     driver.finish(&mut *bench.backend, &mut MappedExperts::new(&model), &mut Quiet).unwrap();
     let logits = bench.backend.logits(driver.pass()).unwrap().to_matrix();
     for count in [1, 2, 20, 64, TinyOptions::VOCAB, 1000] {
-        let Some(found) = bench.backend.largest(driver.pass(), count).unwrap() else { continue };
-        assert_eq!(found.len(), 3);
+        let found = bench.backend.largest(driver.pass(), &[count, 0, count]).unwrap();
+        assert!(found.len() == 3 && found[1].is_none(), "of each row what was wanted");
         for (index, candidates) in found.iter().enumerate() {
-            let row = logits.row(index);
+            let (row, Some(candidates)) = (logits.row(index), candidates) else { continue };
             let mut ids: Vec<u32> = candidates.iter().map(|candidate| candidate.id).collect();
             ids.sort_unstable();
             assert!(ids.windows(2).all(|pair| pair[0] < pair[1]), "once each");
