@@ -96,12 +96,10 @@ fn settings() -> Vec<Sampling> {
             repeat_penalty: 1.3,
             ..Sampling::default()
         });
-        all.push(Sampling {
-            temperature,
-            presence_penalty: -1.5,
-            repeat_penalty: 0.5,
-            ..Sampling::default()
-        });
+        let plain = Sampling { temperature, ..Sampling::default() };
+        all.push(Sampling { presence_penalty: -1.5, ..plain });
+        all.push(Sampling { presence_penalty: 0.1, repeat_penalty: 0.4, ..plain });
+        all.push(Sampling { frequency_penalty: -0.8, repeat_penalty: 1.1, ..plain });
     }
     all.push(Sampling { top_p: 0.3, ..open });
     all.push(Sampling { min_p: 0.3, ..open });
