@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use engine::plan::{self, Plan};
-use engine::{Cancel, Engine, LogitRows, Profile, Request, Session};
+use engine::{Cancel, Engine, LogitRows, Logits, Profile, Request, Sampler, Sampling, Session, Step};
 use experts::{Monitor, Stats};
 use model::{KvType, Model, Peaks};
 
@@ -343,9 +343,10 @@ impl<'a> Bench<'a> {
         mut profile: Option<&mut Profile>,
         hear: &dyn Fn(f64),
     ) -> Result<(), Failure> {
-        let step = match test {
-            Test::Prompt => ids.len(),
-            Test::Generate => 1,
+        let step = match (test, &profile) {
+            (Test::Prompt, _) => ids.len(),
+            (Test::Generate, None) => return self.write(session, ids, hear),
+            (Test::Generate, Some(_)) => 1,
         };
         for (index, part) in ids.chunks(step).enumerate() {
             let mut progress = |done: f64, _| hear((index * step) as f64 + done);
@@ -358,6 +359,22 @@ impl<'a> Bench<'a> {
                 request.observer = Some(profile);
             }
             self.engine.ingest(session, part, &mut request)?;
+        }
+        Ok(())
+    }
+
+    /// Reads tokens one by one, and chooses one behind each as an answer does, though not to go on with it.
+    fn write(&mut self, session: &mut Session, ids: &[u32], hear: &dyn Fn(f64)) -> Result<(), Failure> {
+        let mut sampler = Sampler::new(Sampling::default())?;
+        let mut logits = Logits::default();
+        for (index, &token) in ids.iter().enumerate() {
+            if self.cancel.is_cancelled() {
+                return Err(engine::Error::Cancelled { read: index, total: ids.len() }.into());
+            }
+            let needed = sampler.needed();
+            self.engine.step_all(&mut [Step { session, token, needed, logits: &mut logits }])?;
+            sampler.choose_from(&logits);
+            hear(index as f64 + 1.0);
         }
         Ok(())
     }

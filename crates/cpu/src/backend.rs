@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use model::state::{SequenceId, Snapshot};
 use model::{
-    AttentionWeights, Backend, Capabilities, DeltaWeights, Error, Intermediate, Matrix, Mixer, Pass, PassId,
-    Peaks, ResidentMatrix, Result, SlotMemory, Spec, Stage, Wave,
+    AttentionWeights, Backend, Capabilities, DeltaWeights, Error, Intermediate, Matrix, MatrixView, Mixer,
+    Pass, PassId, Peaks, ResidentMatrix, Result, SlotMemory, Spec, Stage, Wave,
 };
 
 use crate::memory::{Rows, carve};
@@ -271,7 +271,7 @@ impl Backend for Cpu {
         })
     }
 
-    fn logits(&mut self, pass: PassId) -> Result<Matrix> {
+    fn logits(&mut self, pass: PassId) -> Result<MatrixView<'_>> {
         let open = self.get(pass)?;
         match &open.last {
             Some((Stage::Head, _)) => Ok(head::logits(&self.model.spec, open)),
@@ -291,7 +291,9 @@ impl Backend for Cpu {
         let spec = &self.model.clone().spec;
         let mut open = self.take(pass)?;
         let value = match open.last.clone() {
-            Some((Stage::Head, _)) if what == Intermediate::Logits => Some(head::logits(spec, &open)),
+            Some((Stage::Head, _)) if what == Intermediate::Logits => {
+                Some(head::logits(spec, &open).to_matrix())
+            }
             Some((stage, rows)) if stage.intermediates().contains(&what) && stage != Stage::Head => {
                 Some(intermediate(spec, &mut open.buffers, what, rows))
             }

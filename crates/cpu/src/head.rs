@@ -1,6 +1,6 @@
 //! Stage `head`: final norm and output projection, for the rows that want logits or hidden states.
 
-use model::{Matrix, ResidentWeights, Spec};
+use model::{Matrix, MatrixView, ResidentWeights, Spec};
 
 use crate::embed;
 use crate::gemm::{self, Input, Product, Then};
@@ -34,8 +34,8 @@ pub(crate) fn head(team: &mut Team, spec: &Spec, weights: &ResidentWeights, open
 }
 
 /// The logits of the wanted rows.
-pub(crate) fn logits(spec: &Spec, open: &Open) -> Matrix {
-    Matrix { rows: open.pass.logits.len(), cols: spec.vocab, data: open.buffers.logits.clone() }
+pub(crate) fn logits<'a>(spec: &Spec, open: &'a Open) -> MatrixView<'a> {
+    MatrixView { rows: open.pass.logits.len(), cols: spec.vocab, data: &open.buffers.logits }
 }
 
 /// The final hidden states of the rows that want them.

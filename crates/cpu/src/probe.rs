@@ -35,7 +35,7 @@ mod tests {
         pass.logits = vec![2 * FUSED_ROWS - 1];
         let mut driver = Driver::begin(cpu, &model.spec, &pass).unwrap();
         driver.finish(cpu, &mut MappedExperts::new(model), &mut Quiet).unwrap();
-        let logits = cpu.logits(driver.pass()).unwrap().data;
+        let logits = cpu.logits(driver.pass()).unwrap().data.to_vec();
         cpu.abort(driver.pass());
         logits
     }

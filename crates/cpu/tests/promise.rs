@@ -247,7 +247,7 @@ fn decode_steps_pass_by_a_chunk_in_flight() {
             step += 1;
         }
     }
-    let found = cpu.logits(driver.pass()).unwrap();
+    let found = cpu.logits(driver.pass()).unwrap().to_matrix();
     cpu.commit(driver.pass()).unwrap();
     assert_same(&found, &expected[0], "the chunk");
     let rows = decoded.rows;

@@ -125,7 +125,7 @@ fn hidden_states_and_logits_are_those_of_the_rows_that_want_them() {
         let mut driver = Driver::begin(&mut cpu, &model.spec, &pass).unwrap();
         let mut experts = MappedExperts::new(model);
         driver.finish(&mut cpu, &mut experts, &mut model::Quiet).unwrap();
-        let out = (cpu.logits(driver.pass()).unwrap(), cpu.hidden(driver.pass()).unwrap());
+        let out = (cpu.logits(driver.pass()).unwrap().to_matrix(), cpu.hidden(driver.pass()).unwrap());
         cpu.commit(driver.pass()).unwrap();
         out
     };

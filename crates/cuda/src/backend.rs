@@ -6,7 +6,8 @@ use std::sync::Arc;
 use cudarc::driver::DriverError;
 use model::state::{SequenceId, Snapshot, SnapshotShape};
 use model::{
-    Backend, Capabilities, Error, Intermediate, Matrix, Pass, PassId, Peaks, Result, SlotMemory, Stage, Wave,
+    Backend, Candidate, Capabilities, Error, Intermediate, Matrix, MatrixView, Pass, PassId, Peaks, Result,
+    SlotMemory, Stage, Wave,
 };
 
 use crate::attention::provided;
@@ -276,6 +277,14 @@ impl Backend for Cuda {
         self.call(pass, Call { stage: Stage::Experts, layer, rows: 0..0, wave: Some(wave.clone()) })
     }
 
+    fn repeat(&mut self, pass: PassId) -> Result<bool> {
+        self.bind("graph")?;
+        let mut open = self.take(pass)?;
+        let result = self.repeat_all(&mut open);
+        self.passes[pass.0 as usize] = Some(open);
+        result
+    }
+
     fn slot_memory(&mut self, bytes: usize) -> Result<(u32, Arc<dyn SlotMemory>)> {
         self.bind("experts")?;
         self.add_arena(bytes)
@@ -294,18 +303,15 @@ impl Backend for Cuda {
         self.call(pass, Call { stage: Stage::Head, layer, rows: 0..0, wave: None })
     }
 
-    fn logits(&mut self, pass: PassId) -> Result<Matrix> {
-        self.settle(pass, "head")?;
-        let open = self.get(pass)?;
-        match &open.last {
-            Some((Stage::Head, _)) => {
-                let (rows, cols, at) =
-                    (open.pass.logits.len(), self.model.spec.vocab, open.buffers.logits.at());
-                let data = self.land(at, rows * cols).map_err(fail("head", 0))?;
-                Ok(Matrix { rows, cols, data })
-            }
-            _ => Err(Error::Pass("logits are read after the head".to_string())),
-        }
+    fn logits(&mut self, pass: PassId) -> Result<MatrixView<'_>> {
+        let (rows, cols, at) = self.logits_of(pass)?;
+        let data = self.land(at, rows * cols).map_err(fail("head", 0))?;
+        Ok(MatrixView { rows, cols, data })
+    }
+
+    fn largest(&mut self, pass: PassId, counts: &[usize]) -> Result<Vec<Option<Vec<Candidate>>>> {
+        let (_, cols, at) = self.logits_of(pass)?;
+        self.pick((at, cols), counts).map_err(fail("head", 0))
     }
 
     fn hidden(&mut self, pass: PassId) -> Result<Matrix> {
@@ -322,7 +328,7 @@ impl Backend for Cuda {
 
     fn read(&mut self, pass: PassId, what: Intermediate) -> Result<Option<Matrix>> {
         if what == Intermediate::Logits {
-            return self.logits(pass).map(Some);
+            return self.logits(pass).map(|logits| Some(logits.to_matrix()));
         }
         self.settle(pass, "read")?;
         let open = self.get(pass)?;
@@ -352,16 +358,25 @@ impl Cuda {
         self.state.shape
     }
 
-    /// Numbers of the GPU, by way of pinned memory. Waits.
-    fn land(&mut self, at: u64, len: usize) -> std::result::Result<Vec<f32>, DriverError> {
-        let device = self.device.clone();
-        let mut landing = match self.landing.take().filter(|landing| landing.bytes >= 4 * len) {
-            Some(landing) => landing,
-            None => device.pinned(4 * len)?,
-        };
-        let result = device.download_by(at, len, &mut landing);
-        self.landing = Some(landing);
-        result
+    /// Rows, columns and address of the logits of a pass, which are on their way.
+    fn logits_of(&mut self, pass: PassId) -> Result<(usize, usize, u64)> {
+        self.settle(pass, "head")?;
+        let open = self.get(pass)?;
+        match &open.last {
+            Some((Stage::Head, _)) => {
+                Ok((open.pass.logits.len(), self.model.spec.vocab, open.buffers.logits.at()))
+            }
+            _ => Err(Error::Pass("logits are read after the head".to_string())),
+        }
+    }
+
+    /// Numbers of the GPU, copied to pinned memory that is used again. Waits.
+    fn land(&mut self, at: u64, len: usize) -> std::result::Result<&[f32], DriverError> {
+        if self.landing.as_ref().is_none_or(|landing| landing.bytes < 4 * len) {
+            self.landing = Some(self.device.pinned(4 * len)?);
+        }
+        let landing = self.landing.as_mut().expect("just made");
+        self.device.download_to(at, len, landing)
     }
 
     /// A value left by the stage called last, which is the one that makes it.

@@ -184,21 +184,21 @@ impl Device {
         Ok(Pinned { at: at.cast(), bytes, device: self.clone() })
     }
 
-    /// Copies numbers from the GPU by way of pinned memory of at least their size. Waits.
-    pub(crate) fn download_by<T: Copy>(
+    /// Copies numbers from the GPU to pinned memory of at least their size, after everything enqueued. Waits.
+    pub(crate) fn download_to<'a>(
         &self,
         from: u64,
         len: usize,
-        by: &mut Pinned,
-    ) -> std::result::Result<Vec<T>, DriverError> {
-        assert!(len * size_of::<T>() <= by.bytes, "room was made before");
-        // SAFETY: the memory is ours, holds as much, and is aligned for any number; the wait ends the copy.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(by.at, len * size_of::<T>()) };
+        to: &'a mut Pinned,
+    ) -> std::result::Result<&'a [f32], DriverError> {
+        assert!(4 * len <= to.bytes, "room was made before");
+        // SAFETY: the memory is ours alone, holds as much, and is aligned for any number, which any bits are; the wait ends
+        // the copy.
+        let numbers = unsafe { std::slice::from_raw_parts_mut(to.at.cast::<f32>(), len) };
         // SAFETY: as above.
-        unsafe { result::memcpy_dtoh_async(bytes, from, self.stream) }?;
+        unsafe { result::memcpy_dtoh_async(numbers, from, self.stream) }?;
         self.wait()?;
-        // SAFETY: just filled with whole numbers of this type, which any bits are.
-        Ok(unsafe { std::slice::from_raw_parts(by.at.cast::<T>(), len) }.to_vec())
+        Ok(numbers)
     }
 
     /// Enqueues a fill with zeros.
@@ -392,6 +392,15 @@ impl Pinned {
         assert!(bytes.len() <= self.bytes, "bytes that fit");
         // SAFETY: inside the memory, and exclusive by the caller's promise.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at, bytes.len()) };
+    }
+
+    /// All of it as whole words.
+    ///
+    /// # Safety
+    /// Nobody writes it while it is lent.
+    pub(crate) unsafe fn words(&self) -> &[u32] {
+        // SAFETY: pinned memory begins with a page; any bits are a number, and nobody writes by the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.at.cast::<u32>(), self.bytes / 4) }
     }
 
     /// All of it, of memory that is written no more.

@@ -1,5 +1,5 @@
 //! Passes of single rows, put off until somebody waits for them and then enqueued at once: as a recorded graph if every
-//! stage is there, else one by one.
+//! stage is there, else one by one. Where nothing about experts changes, a recorded pass is not even put off ([`Cuda::repeat_all`]).
 //!
 //! A graph names memory and nothing that changes from token to token: tokens, positions, pages and slots are read from
 //! tables on the GPU. One serves all positions with the same number of provided parts. The kernels are those of
@@ -84,22 +84,40 @@ impl Cuda {
         if !self.is_complete(open, &calls) {
             return self.run_all(open, &calls);
         }
-        let fail = fail("graph", 0);
         let key = self.key(open);
-        let found = self.graphs.known.iter().position(|(known, _)| *known == key);
-        let graph = match found.map(|index| self.graphs.known.remove(index).1) {
-            Some(Some(graph)) => graph,
-            Some(None) => self.record(open, &calls).map_err(&fail)?,
-            None => {
-                self.run_all(open, &calls)?;
-                // The first run may have taken memory.
-                self.remember(self.key(open), None);
-                return Ok(());
-            }
+        if self.replay(key)? {
+            return Ok(());
+        }
+        let Some(index) = self.graphs.known.iter().position(|(known, _)| *known == key) else {
+            self.run_all(open, &calls)?;
+            // The first run may have taken memory.
+            self.remember(self.key(open), None);
+            return Ok(());
         };
-        self.device.replay(&graph).map_err(&fail)?;
+        self.graphs.known.remove(index);
+        let graph = self.record(open, &calls).map_err(fail("graph", 0))?;
         self.remember(key, Some(graph));
-        Ok(())
+        self.replay(key).map(drop)
+    }
+
+    /// Enqueues the graph of a pass, if there is one.
+    fn replay(&mut self, key: Key) -> Result<bool> {
+        let is_its = |(known, graph): &(Key, Option<Graph>)| *known == key && graph.is_some();
+        let Some(index) = self.graphs.known.iter().position(is_its) else { return Ok(false) };
+        self.graphs.known[index..].rotate_left(1);
+        let graph = self.graphs.known.last().and_then(|(_, graph)| graph.as_ref());
+        graph.map_or(Ok(()), |graph| self.device.replay(graph)).map_err(fail("graph", 0)).map(|()| true)
+    }
+
+    /// Enqueues the graph of a pass with logits of which nothing has been called yet, if there is one.
+    pub(crate) fn repeat_all(&mut self, open: &mut Open) -> Result<bool> {
+        let untouched = open.deferred.as_ref().is_some_and(Vec::is_empty);
+        if !untouched || open.pass.logits.is_empty() || !self.replay(self.key(open))? {
+            return Ok(false);
+        }
+        open.deferred = None;
+        open.last = Some((Stage::Head, 0..open.pass.rows()));
+        Ok(true)
     }
 
     fn remember(&mut self, key: Key, graph: Option<Graph>) {

@@ -28,6 +28,7 @@ mod graph;
 mod grouped;
 mod head;
 mod kernels;
+mod largest;
 mod linear;
 mod link;
 mod moe;
@@ -61,6 +62,8 @@ pub use fetch::{Fetching, PinnedExperts};
 use graph::Graphs;
 use kernels::{Kernels, WeightKernels};
 pub use kernels::{package, sources};
+use largest::Candidates;
+pub use largest::largest;
 pub use linear::Product;
 use open::{Buffers, Open, Scratch};
 use pace::Pace;
@@ -111,8 +114,9 @@ pub struct Cuda {
     profiling: bool,
     spans: Vec<(Stage, Event, Event)>,
     graphs: Graphs,
-    /// Where logits arrive on the host.
+    /// Where logits arrive on the host, and where those picked out do.
     landing: Option<Pinned>,
+    candidates: Candidates,
     options: Options,
     state: DeviceState,
     weights: DeviceWeights,
@@ -188,6 +192,7 @@ impl Cuda {
             spans: Vec::new(),
             graphs: Graphs::default(),
             landing: None,
+            candidates: Candidates::default(),
             options,
             state,
             weights,

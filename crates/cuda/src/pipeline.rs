@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use model::state::{SequenceId, Snapshot, SnapshotShape};
 use model::{
-    Backend, Capabilities, Error, Intermediate, Limits, Matrix, Model, Pass, PassId, Peaks, Result, Stage,
-    Wave,
+    Backend, Candidate, Capabilities, Error, Intermediate, Limits, Matrix, MatrixView, Model, Pass, PassId,
+    Peaks, Result, Stage, Wave,
 };
 
 use crate::driver::failed;
@@ -112,7 +112,7 @@ impl Pipeline {
     }
 
     /// Does `work` with the part a pass has come to.
-    fn here<T>(&mut self, pass: PassId, work: impl FnOnce(&mut Cuda) -> Result<T>) -> Result<T> {
+    fn here<'a, T>(&'a mut self, pass: PassId, work: impl FnOnce(&'a mut Cuda) -> Result<T>) -> Result<T> {
         let Part { layers, cuda } = &mut self.parts[self.at.get(&pass).copied().unwrap_or(0)];
         work(cuda).map_err(|error| in_whole(error, layers.start))
     }
@@ -297,8 +297,12 @@ impl Backend for Pipeline {
         self.with(pass, behind, |cuda, _| cuda.head(pass))
     }
 
-    fn logits(&mut self, pass: PassId) -> Result<Matrix> {
+    fn logits(&mut self, pass: PassId) -> Result<MatrixView<'_>> {
         self.here(pass, |cuda| cuda.logits(pass))
+    }
+
+    fn largest(&mut self, pass: PassId, counts: &[usize]) -> Result<Vec<Option<Vec<Candidate>>>> {
+        self.here(pass, |cuda| cuda.largest(pass, counts))
     }
 
     fn hidden(&mut self, pass: PassId) -> Result<Matrix> {

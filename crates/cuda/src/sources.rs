@@ -28,6 +28,7 @@ const FEW_HEAD: &str = include_str!("../kernels/few_head.cu");
 const WHOLE: &str = include_str!("../kernels/whole.cuh");
 const ROUTE: &str = include_str!("../kernels/route.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cu");
+const LARGEST: &str = include_str!("../kernels/largest.cu");
 const DELTA: &str = include_str!("../kernels/delta.cu");
 const CELLS: &str = include_str!("../kernels/cells.cu");
 const ATTENTION: &str = include_str!("../kernels/attention.cu");
@@ -302,9 +303,9 @@ impl Source {
         Some(Source::new(target, format!("experts {ty}"), &parts, &defines))
     }
 
-    /// Norms, router, grouping, sums.
+    /// Norms, router, grouping, sums, the largest numbers.
     pub fn rows(target: &Target) -> Source {
-        Source::new(target, "rows".to_string(), &[COMMON, ROUTE, ROWS], &[])
+        Source::new(target, "rows".to_string(), &[COMMON, ROUTE, ROWS, LARGEST], &[])
     }
 
     /// Products with few rows, of all types of a model; their numbers are the places in `types`.

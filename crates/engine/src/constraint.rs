@@ -25,6 +25,20 @@ impl TokenMask {
         TokenMask(words)
     }
 
+    /// Makes the logits of tokens it does not allow −∞; `logits` has one a token id.
+    pub(crate) fn forbid(&self, logits: &mut [f32]) {
+        for (index, logits) in logits.chunks_mut(32).enumerate() {
+            match self.0.get(index).copied().unwrap_or(0) {
+                u32::MAX => {}
+                0 => logits.fill(f32::NEG_INFINITY),
+                word => {
+                    let forbidden = logits.iter_mut().enumerate().filter(|(bit, _)| word >> bit & 1 == 0);
+                    forbidden.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
+                }
+            }
+        }
+    }
+
     /// Whether it allows a token.
     pub fn allows(&self, id: u32) -> bool {
         self.0.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1)

@@ -4,12 +4,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use model::state::PAGE;
-use model::{Backend, Driver, ExpertSource, Model, Pass, Quiet, SequenceId, Snapshot};
+use model::{Backend, Driver, ExpertSource, MatrixView, Model, Pass, PassId, SequenceId, Snapshot};
 
 use crate::cancel::Cancel;
 use crate::chunks::{Flow, chunks};
 use crate::error::{Error, Result};
 use crate::ingestion::{Ingested, Ingestion, Request};
+use crate::logits::{Logits, Needed};
 
 /// What an engine may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +54,19 @@ impl Session {
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
+}
+
+/// A token to be appended to a session, and what is wanted of the logits behind it.
+#[derive(Debug)]
+pub struct Step<'a> {
+    /// The session.
+    pub session: &'a mut Session,
+    /// The token.
+    pub token: u32,
+    /// What of the logits is wanted.
+    pub needed: Needed,
+    /// Where they go. What is there is overwritten.
+    pub logits: &'a mut Logits,
 }
 
 /// A model on a backend, ready to read and write.
@@ -148,38 +162,48 @@ impl Engine {
         Ok(self.ingest(session, &[token], &mut request)?.logits)
     }
 
-    /// Appends one token to each of several sessions in one pass, and returns the logits behind each.
+    /// Appends one token to each of several sessions in one pass, and fills in the logits behind each.
     ///
     /// # Errors
-    /// [`Error::ContextOverflow`], [`Error::NonFinite`], those of the backend. No session has changed then.
-    pub fn step_all(&mut self, steps: &mut [(&mut Session, u32)]) -> Result<Vec<Vec<f32>>> {
+    /// [`Error::ContextOverflow`], [`Error::NonFinite`], those of the backend. No session has changed then; logits may have.
+    pub fn step_all(&mut self, steps: &mut [Step]) -> Result<()> {
         let mut pass = Pass::new();
-        for (session, token) in steps.iter() {
-            self.check_room(session, 1)?;
-            let rows = pass.push(session.sequence, session.len(), &[*token]);
+        for step in steps.iter() {
+            self.check_room(step.session, 1)?;
+            let rows = pass.push(step.session.sequence, step.session.len(), &[step.token]);
             pass.logits.extend(rows);
         }
         self.begin_small()?;
-        let mut driver = Driver::begin(&mut *self.backend, &self.model.spec, &pass)?;
-        let computed = (driver.finish(&mut *self.backend, &mut *self.experts, &mut Quiet))
-            .and_then(|()| self.backend.logits(driver.pass()));
-        let logits = match computed {
-            Ok(logits) => logits,
-            Err(error) => {
-                self.backend.abort(driver.pass());
-                return Err(error.into());
-            }
+        let pass = Driver::run(&mut *self.backend, &mut *self.experts, &self.model.spec, &pass)?;
+        if let Err(error) = self.take_logits(pass, steps) {
+            self.backend.abort(pass);
+            return Err(error);
+        }
+        self.backend.commit(pass)?;
+        steps.iter_mut().for_each(|step| self.extend(step.session, &[step.token]));
+        Ok(())
+    }
+
+    /// Waits for a pass of one row a step, and hands out what each needs of its logits.
+    fn take_logits(&mut self, pass: PassId, steps: &mut [Step]) -> Result<()> {
+        let count = |step: &Step| match step.needed {
+            Needed::Largest(count) => count,
+            Needed::All => 0,
         };
-        let bad = (0..logits.rows).find(|&row| !logits.row(row).iter().all(|x| x.is_finite()));
-        if let Some(row) = bad {
-            self.backend.abort(driver.pass());
-            return Err(Error::NonFinite { position: steps[row].0.len() });
+        let counts: Vec<usize> = steps.iter().map(count).collect();
+        let picked = self.backend.largest(pass, &counts)?;
+        let whole_rows = picked.iter().any(Option::is_none);
+        let rows = if whole_rows { self.backend.logits(pass)? } else { MatrixView::default() };
+        for (index, (step, candidates)) in steps.iter_mut().zip(picked).enumerate() {
+            let finite = match candidates {
+                Some(candidates) => step.logits.take_candidates(candidates),
+                None => step.logits.take(rows.row(index), step.needed),
+            };
+            if !finite {
+                return Err(Error::NonFinite { position: step.session.len() });
+            }
         }
-        self.backend.commit(driver.pass())?;
-        for (session, token) in steps.iter_mut() {
-            self.extend(session, &[*token]);
-        }
-        Ok((0..logits.rows).map(|row| logits.row(row).to_vec()).collect())
+        Ok(())
     }
 
     /// A session in a state that was copied to the host before, that of `tokens`.

@@ -4,8 +4,9 @@ use text::{Decoder, StopMatcher, Tokenizer};
 
 use crate::cancel::Cancel;
 use crate::constraint::Constraint;
-use crate::engine::{Engine, Session};
+use crate::engine::{Engine, Session, Step};
 use crate::error::{Error, Result};
+use crate::logits::{Logits, Needed};
 use crate::sampler::{Sampler, Sampling};
 
 /// What an answer may be.
@@ -97,7 +98,7 @@ pub struct Generation {
     decoder: Decoder,
     stop: StopMatcher,
     stop_tokens: Vec<u32>,
-    logits: Vec<f32>,
+    logits: Logits,
     left: usize,
     logprobs: Option<usize>,
     constraint: Option<Box<dyn Constraint>>,
@@ -117,7 +118,7 @@ impl Generation {
             decoder: Decoder::new(),
             stop: StopMatcher::new(&options.stop),
             stop_tokens,
-            logits,
+            logits: Logits::All(logits),
             left: options.max_tokens,
             logprobs: options.logprobs,
             constraint: options.constraint.clone(),
@@ -130,7 +131,7 @@ impl Generation {
     /// `None` when the answer has ended.
     ///
     /// # Errors
-    /// [`Error::Cancelled`] before a token is chosen; those of [`Generation::choose`] and [`Engine::step`].
+    /// [`Error::Cancelled`] before a token is chosen; those of [`Generation::choose`] and [`Engine::step_all`].
     pub fn next(
         &mut self,
         engine: &mut Engine,
@@ -145,13 +146,13 @@ impl Generation {
         let Some(token) = self.choose(tokenizer, has_room)? else { return Ok(None) };
         if token.finish.is_none() {
             // The token has been chosen and shown: reading it is one step, not worth interrupting.
-            self.resume(engine.step(session, token.id, &Cancel::new())?);
+            engine.step_all(&mut [self.step(session, token.id)])?;
         }
         Ok(Some(token))
     }
 
     /// Chooses the next token; `None` when the answer has ended. Unless it ends with this one, somebody has to read
-    /// it and hand the logits to [`Generation::resume`]; `has_room` says whether the context has room for it.
+    /// it ([`Generation::step`]); `has_room` says whether the context has room for it.
     ///
     /// # Errors
     /// [`Error::Constraint`].
@@ -160,7 +161,7 @@ impl Generation {
             return Ok(None);
         }
         let id = self.choose_id()?;
-        let logprobs = self.logprobs.map(|top| Logprobs::new(&self.logits, id, top));
+        let logprobs = self.logprobs.map(|top| Logprobs::new(self.logits.all(), id, top));
         self.left -= 1;
         if self.stop_tokens.contains(&id) {
             return Ok(Some(Token { logprobs, ..self.end(id, String::new(), Finish::Stop) }));
@@ -179,18 +180,22 @@ impl Generation {
     }
 
     fn choose_id(&mut self) -> Result<u32> {
-        let Some(constraint) = &mut self.constraint else { return Ok(self.sampler.choose(&self.logits)) };
+        let Some(constraint) = &mut self.constraint else {
+            return Ok(self.sampler.choose_from(&self.logits));
+        };
         let fail = |reason| Error::Constraint { reason };
         let mask = constraint.mask().map_err(fail)?;
-        let id = self.sampler.choose_among(&self.logits, &mask);
+        let id = self.sampler.choose_among(self.logits.all(), &mask);
         let id = id.ok_or_else(|| fail("no token satisfies it".to_owned()))?;
         constraint.commit(id).map_err(fail)?;
         Ok(id)
     }
 
-    /// Goes on with the logits behind the token chosen last.
-    pub fn resume(&mut self, logits: Vec<f32>) {
-        self.logits = logits;
+    /// The step that reads `token`, chosen last, into `session`, and after which the answer goes on.
+    pub fn step<'a>(&'a mut self, session: &'a mut Session, token: u32) -> Step<'a> {
+        let all = self.logprobs.is_some() || self.constraint.is_some();
+        let needed = if all { Needed::All } else { self.sampler.needed() };
+        Step { session, token, needed, logits: &mut self.logits }
     }
 
     /// Text held back when an answer is given up; nothing after [`Generation::next`] set a finish.

@@ -9,6 +9,7 @@ use model::{Driver, Observer, Quiet, SequenceId, SnapshotRequest};
 use crate::cancel::Cancel;
 use crate::engine::{Engine, Session};
 use crate::error::{Error, Result};
+use crate::logits::are_finite;
 
 /// Rows of a prompt whose logits are wanted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -291,7 +292,7 @@ impl Ingestion {
         let logits = engine.backend.logits(chunk.driver.pass())?;
         for (row, token) in wanted.enumerate() {
             let logits = logits.row(row);
-            if !logits.iter().all(|x| x.is_finite()) {
+            if !are_finite(logits) {
                 let position = session.len() + token - chunk.tokens.start;
                 return Err(Error::NonFinite { position });
             }

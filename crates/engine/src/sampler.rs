@@ -2,11 +2,13 @@
 
 use std::collections::HashMap;
 
+use model::Candidate;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
 use crate::constraint::TokenMask;
 use crate::error::{Error, Result};
+use crate::logits::{Logits, Needed, largest};
 
 /// Settings of a sampler. The defaults are those the model family's authors recommend.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -66,6 +68,24 @@ impl Sampling {
         within("frequency-penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2")?;
         within("repeat-penalty", self.repeat_penalty, f32::MIN_POSITIVE, 100.0, "a number above 0")
     }
+
+    /// Whether a choice depends on those before it.
+    fn penalises(&self) -> bool {
+        self.presence_penalty != 0.0 || self.frequency_penalty != 0.0 || self.repeat_penalty != 1.0
+    }
+
+    /// Whether penalties, if there are any, make no token likelier.
+    fn never_raises(&self) -> bool {
+        self.presence_penalty >= 0.0 && self.frequency_penalty >= 0.0 && self.repeat_penalty >= 1.0
+    }
+
+    /// The logit of a token that was chosen `count` times.
+    fn penalised(&self, logit: f32, count: u32) -> f32 {
+        let scaled = if logit > 0.0 { logit / self.repeat_penalty } else { logit * self.repeat_penalty };
+        let less = self.presence_penalty + self.frequency_penalty * count as f32;
+        // Only what a mask forbids is infinite.
+        (scaled - less).clamp(f32::MIN, f32::MAX)
+    }
 }
 
 /// Chooses tokens, remembering those it chose.
@@ -75,12 +95,8 @@ pub struct Sampler {
     random: ChaCha8Rng,
     counts: HashMap<u32, u32>,
     candidates: Vec<Candidate>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Candidate {
-    id: u32,
-    logit: f32,
+    /// Logits as penalties and constraint leave them.
+    changed: Vec<f32>,
 }
 
 impl Sampler {
@@ -91,7 +107,23 @@ impl Sampler {
     pub fn new(settings: Sampling) -> Result<Sampler> {
         settings.check()?;
         let random = ChaCha8Rng::seed_from_u64(settings.seed);
-        Ok(Sampler { settings, random, counts: HashMap::new(), candidates: Vec::new() })
+        Ok(Sampler { settings, random, counts: HashMap::new(), candidates: Vec::new(), changed: Vec::new() })
+    }
+
+    /// What of the logits the next choice depends on.
+    pub fn needed(&self) -> Needed {
+        // Each token that penalties may push down makes room for another.
+        let pushed = if self.settings.penalises() { self.counts.len() } else { 0 };
+        match self.kept() {
+            Some(count) if self.settings.never_raises() => Needed::Largest(count + pushed),
+            _ => Needed::All,
+        }
+    }
+
+    /// How many of the largest logits, after penalties, a choice depends on; `None`: on all.
+    fn kept(&self) -> Option<usize> {
+        let Sampling { temperature, top_k, .. } = self.settings;
+        if temperature == 0.0 { Some(1) } else { (top_k > 0).then_some(top_k) }
     }
 
     /// Chooses a token. `logits` are finite, one a token id.
@@ -99,41 +131,71 @@ impl Sampler {
     /// # Panics
     /// If there are no logits.
     pub fn choose(&mut self, logits: &[f32]) -> u32 {
-        self.candidates.clear();
-        self.candidates.extend((0u32..).zip(logits).map(|(id, &logit)| Candidate { id, logit }));
-        self.decide()
+        self.choose_of_all(logits, None).expect("a vocabulary is not empty")
     }
 
     /// As [`Sampler::choose`], among the tokens of `mask`; `None` if there are none.
     pub fn choose_among(&mut self, logits: &[f32], mask: &TokenMask) -> Option<u32> {
-        self.candidates.clear();
-        let allowed = (0u32..).zip(logits).filter(|(id, _)| mask.allows(*id));
-        self.candidates.extend(allowed.map(|(id, &logit)| Candidate { id, logit }));
+        self.choose_of_all(logits, Some(mask))
+    }
+
+    /// As [`Sampler::choose`], from what was [`needed`](Sampler::needed) of the logits, or more.
+    ///
+    /// # Panics
+    /// If there are none.
+    pub fn choose_from(&mut self, logits: &Logits) -> u32 {
+        match logits {
+            Logits::All(logits) => self.choose(logits),
+            Logits::Largest(candidates) => {
+                self.candidates.clone_from(candidates);
+                self.decide_penalised()
+            }
+        }
+    }
+
+    fn choose_of_all(&mut self, logits: &[f32], mask: Option<&TokenMask>) -> Option<u32> {
+        if let (None, Needed::Largest(count)) = (mask, self.needed()) {
+            largest(logits, count, &mut self.candidates);
+            return (!self.candidates.is_empty()).then(|| self.decide_penalised());
+        }
+        let mut changed = std::mem::take(&mut self.changed);
+        changed.clear();
+        changed.extend_from_slice(logits);
+        for (&id, &count) in &self.counts {
+            if let Some(logit) = changed.get_mut(id as usize) {
+                *logit = self.settings.penalised(*logit, count);
+            }
+        }
+        mask.inspect(|mask| mask.forbid(&mut changed));
+        largest(&changed, self.kept().unwrap_or(usize::MAX), &mut self.candidates);
+        self.changed = changed;
         (!self.candidates.is_empty()).then(|| self.decide())
     }
 
-    /// Chooses one of the candidates, which are in ascending order of ids.
+    /// Chooses one of the candidates, whose logits are what the model said.
+    fn decide_penalised(&mut self) -> u32 {
+        if self.settings.penalises() {
+            for Candidate { id, logit } in &mut self.candidates {
+                if let Some(&count) = self.counts.get(id) {
+                    *logit = self.settings.penalised(*logit, count);
+                }
+            }
+        }
+        self.decide()
+    }
+
+    /// Chooses one of the candidates, whose logits are what they are after penalties.
     fn decide(&mut self) -> u32 {
-        self.penalise();
         let id = if self.settings.temperature == 0.0 { self.greedy() } else { self.draw() };
         *self.counts.entry(id).or_insert(0) += 1;
         id
     }
 
-    fn penalise(&mut self) {
-        let Sampling { presence_penalty, frequency_penalty, repeat_penalty, .. } = self.settings;
-        for (&id, &count) in &self.counts {
-            let Ok(at) = self.candidates.binary_search_by_key(&id, |c| c.id) else { continue };
-            let logit = &mut self.candidates[at].logit;
-            *logit = if *logit > 0.0 { *logit / repeat_penalty } else { *logit * repeat_penalty };
-            *logit -= presence_penalty + frequency_penalty * count as f32;
-        }
-    }
-
     fn greedy(&self) -> u32 {
-        let best =
-            self.candidates.iter().copied().reduce(|best, c| if c.logit > best.logit { c } else { best });
-        best.expect("a vocabulary is not empty").id
+        let better = |a: Candidate, b: Candidate| {
+            if b.logit > a.logit || (b.logit == a.logit && b.id < a.id) { b } else { a }
+        };
+        self.candidates.iter().copied().reduce(better).expect("a vocabulary is not empty").id
     }
 
     fn draw(&mut self) -> u32 {

@@ -15,7 +15,7 @@ use model::GRID;
 use text::Tokenizer;
 
 use crate::cancel::Cancel;
-use crate::engine::{Engine, Session};
+use crate::engine::{Engine, Session, Step};
 use crate::error::Error;
 use crate::generation::{Finish, Generation, GenerationOptions, Token};
 use crate::ingestion::{Ingestion, Request};
@@ -375,20 +375,16 @@ impl Scheduler {
         if chosen.is_empty() {
             return;
         }
-        let mut steps: Vec<(&mut Session, u32)> = Vec::new();
+        let mut steps: Vec<Step> = Vec::new();
         for (index, task) in self.running.iter_mut().enumerate() {
-            if let Some(&(_, id)) = chosen.iter().find(|(at, _)| *at == index) {
-                steps.push((&mut task.session, id));
+            if let Some(&(_, id)) = chosen.iter().find(|(at, _)| *at == index)
+                && let Work::Writing { generation, .. } = &mut task.work
+            {
+                steps.push(generation.step(&mut task.session, id));
             }
         }
         match self.engine.step_all(&mut steps) {
-            Ok(logits) => {
-                for (&(index, _), logits) in chosen.iter().zip(logits) {
-                    if let Work::Writing { generation, .. } = &mut self.running[index].work {
-                        generation.resume(logits);
-                    }
-                }
-            }
+            Ok(()) => {}
             // One sequence's damage must not be another's: each is tried alone.
             Err(_) if chosen.len() > 1 => {
                 for &(index, id) in chosen.iter().rev() {

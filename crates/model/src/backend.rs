@@ -96,13 +96,50 @@ impl Matrix {
     pub fn row(&self, index: usize) -> &[f32] {
         &self.data[index * self.cols..(index + 1) * self.cols]
     }
+
+    /// All of it, lent.
+    pub fn view(&self) -> MatrixView<'_> {
+        MatrixView { rows: self.rows, cols: self.cols, data: &self.data }
+    }
+}
+
+/// Rows lent by a backend, row-major.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct MatrixView<'a> {
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// rows · cols numbers.
+    pub data: &'a [f32],
+}
+
+impl<'a> MatrixView<'a> {
+    /// Row `index`.
+    pub fn row(&self, index: usize) -> &'a [f32] {
+        &self.data[index * self.cols..(index + 1) * self.cols]
+    }
+
+    /// A copy.
+    pub fn to_matrix(&self) -> Matrix {
+        Matrix { rows: self.rows, cols: self.cols, data: self.data.to_vec() }
+    }
+}
+
+/// A token and its logit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Candidate {
+    /// The token.
+    pub id: u32,
+    /// Its logit.
+    pub logit: f32,
 }
 
 /// The stages of the model over a pass.
 ///
 /// Activations live in the backend and are named by the pass; a call enqueues work and may return before
-/// it is done. Only [`Backend::routes`], [`Backend::logits`], [`Backend::hidden`], [`Backend::read`],
-/// [`Backend::snapshot`] and [`Backend::sync`] wait.
+/// it is done. Only [`Backend::routes`], [`Backend::logits`], [`Backend::largest`], [`Backend::hidden`],
+/// [`Backend::read`], [`Backend::snapshot`] and [`Backend::sync`] wait.
 ///
 /// Stages of one pass are called in the order of [`Driver`](crate::Driver). `rows` are rows of the pass
 /// and a block of [`Pass::blocks`].
@@ -182,6 +219,15 @@ pub trait Backend: Send {
     /// Routed experts of one wave, over all rows of the pass.
     fn experts(&mut self, pass: PassId, layer: usize, wave: &Wave) -> Result<()>;
 
+    /// Calls all stages of a pass just begun at once, every expert where it was in the passes before. `false`, and nothing
+    /// done, if the backend would have them called one by one (the default).
+    ///
+    /// # Errors
+    /// Those of the stages.
+    fn repeat(&mut self, _pass: PassId) -> Result<bool> {
+        Ok(false)
+    }
+
     /// No pass of more than `rows` rows is open or will begin soon: memory that only those need goes back to the system
     /// (by default nothing does).
     fn shrink(&mut self, _rows: usize) {}
@@ -219,8 +265,18 @@ pub trait Backend: Send {
     /// Final norm and output projection, for the rows that want logits or hidden states.
     fn head(&mut self, pass: PassId) -> Result<()>;
 
-    /// Logits of the rows that wanted them: [wanted rows, vocabulary]. Waits.
-    fn logits(&mut self, pass: PassId) -> Result<Matrix>;
+    /// Logits of the rows that wanted them: [wanted rows, vocabulary], in memory of the backend. Waits.
+    fn logits(&mut self, pass: PassId) -> Result<MatrixView<'_>>;
+
+    /// Of each row that wanted logits, candidates among which are as many of the largest as `counts` says for it and their
+    /// equals, in any order. Numbers that are not finite count as larger than all others, so that they are among the
+    /// candidates. Waits. `None` for a row if [`Backend::logits`] is as short a way (the default), or none are wanted.
+    ///
+    /// # Panics
+    /// May do so if there are not as many counts as rows.
+    fn largest(&mut self, _pass: PassId, counts: &[usize]) -> Result<Vec<Option<Vec<Candidate>>>> {
+        Ok(vec![None; counts.len()])
+    }
 
     /// Final hidden states (after the output norm) of the rows that wanted them. Waits.
     fn hidden(&mut self, pass: PassId) -> Result<Matrix>;

@@ -74,15 +74,43 @@ pub struct Driver {
 }
 
 impl Driver {
+    /// Opens `pass` and runs all of it, unwatched and in one go where the backend can. After an error it is aborted.
+    ///
+    /// # Errors
+    /// Those of [`Backend::begin`], and whatever the backend or the source says.
+    pub fn run(
+        backend: &mut dyn Backend,
+        experts: &mut dyn ExpertSource,
+        spec: &Spec,
+        pass: &Pass,
+    ) -> Result<PassId> {
+        pass.check(spec.vocab)?;
+        let id = backend.begin(pass)?;
+        let mut finish = || {
+            if experts.rests(pass.rows()) && backend.repeat(id)? {
+                return Ok(());
+            }
+            Driver::of(backend, spec, pass, id).finish(backend, experts, &mut Quiet)
+        };
+        let done = finish();
+        done.map(|()| id).inspect_err(|_| backend.abort(id))
+    }
+
     /// Opens `pass` on `backend`.
     ///
     /// # Errors
     /// Those of [`Backend::begin`].
     pub fn begin(backend: &mut dyn Backend, spec: &Spec, pass: &Pass) -> Result<Driver> {
         pass.check(spec.vocab)?;
+        let id = backend.begin(pass)?;
+        Ok(Driver::of(backend, spec, pass, id))
+    }
+
+    /// At the beginning of `pass`, just opened as `id`.
+    fn of(backend: &dyn Backend, spec: &Spec, pass: &Pass, id: PassId) -> Driver {
         let steps = plan(spec, pass, backend.capabilities().block_rows);
-        let (layers, rows, pass) = (spec.layers.len(), pass.rows(), backend.begin(pass)?);
-        Ok(Driver { pass, steps, next: 0, layers, rows: (rows, 0), waves: None, spent: Duration::ZERO })
+        let (layers, rows) = (spec.layers.len(), (pass.rows(), 0));
+        Driver { pass: id, steps, next: 0, layers, rows, waves: None, spent: Duration::ZERO }
     }
 
     /// Says that a pass of `rows` rows will follow, so that its experts can be on their way.

@@ -21,6 +21,12 @@ pub struct LayerCall<'a> {
 
 /// A source of experts. Passes may take turns between any two waves.
 pub trait ExpertSource {
+    /// Whether in every pass of `rows` rows all experts are in the same places, and the source neither has to be asked for
+    /// them nor wants to hear anything: a backend may then do again what it did in the pass before. By default no.
+    fn rests(&self, _rows: usize) -> bool {
+        false
+    }
+
     /// Whether [`LayerCall::used`] must be told for a pass of `rows` rows. Reading routes waits for the backend,
     /// so a source that has every expert in place, or brings the whole layer anyway, says no.
     fn needs_routes(&self, rows: usize) -> bool;
@@ -122,6 +128,10 @@ impl MappedExperts {
 }
 
 impl ExpertSource for MappedExperts {
+    fn rests(&self, _rows: usize) -> bool {
+        true
+    }
+
     fn needs_routes(&self, _rows: usize) -> bool {
         false
     }

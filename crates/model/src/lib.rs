@@ -26,7 +26,9 @@ pub mod state;
 mod vocabulary;
 mod weights;
 
-pub use backend::{Backend, Capabilities, Limits, Matrix, PassId, PlacedExpert, Slot, Wave};
+pub use backend::{
+    Backend, Candidate, Capabilities, Limits, Matrix, MatrixView, PassId, PlacedExpert, Slot, Wave,
+};
 pub use cost::{Bound, Cost, Peak, Peaks, Work};
 pub use driver::{Driver, Observer, Progress, Quiet};
 pub use error::{Error, Result};

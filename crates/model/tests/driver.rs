@@ -4,8 +4,9 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use model::{
-    Backend, Capabilities, Driver, Error, ExpertSource, Intermediate, LayerCall, Matrix, Observer, Pass,
-    PassId, PlacedExpert, Progress, Result, SequenceId, Slot, Snapshot, Spec, Stage, Step, Wave,
+    Backend, Capabilities, Driver, Error, ExpertSource, Intermediate, LayerCall, Matrix, MatrixView,
+    Observer, Pass, PassId, PlacedExpert, Progress, Result, SequenceId, Slot, Snapshot, Spec, Stage, Step,
+    Wave,
 };
 use testkit::{TinyModel, TinyOptions};
 
@@ -20,6 +21,8 @@ fn spec() -> Spec {
 /// A backend that writes down what it is asked for.
 struct Log {
     capabilities: Capabilities,
+    /// What it says when it is asked to repeat a pass.
+    repeats: fn() -> Result<bool>,
     calls: Vec<String>,
 }
 
@@ -32,7 +35,7 @@ impl Log {
             block_rows: 128,
             smallest_chunk: 1,
         };
-        Log { capabilities, calls: Vec::new() }
+        Log { capabilities, repeats: || Ok(false), calls: Vec::new() }
     }
 
     fn note(&mut self, call: String) -> Result<()> {
@@ -72,7 +75,13 @@ impl Backend for Log {
     fn commit(&mut self, _: PassId) -> Result<()> {
         self.note("commit".to_string())
     }
-    fn abort(&mut self, _: PassId) {}
+    fn abort(&mut self, pass: PassId) {
+        self.calls.push(format!("abort {}", pass.0));
+    }
+    fn repeat(&mut self, pass: PassId) -> Result<bool> {
+        self.note(format!("repeat {}", pass.0))?;
+        (self.repeats)()
+    }
     fn embed(&mut self, _: PassId, rows: Range<usize>) -> Result<()> {
         self.note(format!("embed {rows:?}"))
     }
@@ -115,8 +124,8 @@ impl Backend for Log {
     fn head(&mut self, _: PassId) -> Result<()> {
         self.note("head".to_string())
     }
-    fn logits(&mut self, _: PassId) -> Result<Matrix> {
-        Ok(Matrix::default())
+    fn logits(&mut self, _: PassId) -> Result<MatrixView<'_>> {
+        Ok(MatrixView::default())
     }
     fn hidden(&mut self, _: PassId) -> Result<Matrix> {
         Ok(Matrix::default())
@@ -132,6 +141,7 @@ impl Backend for Log {
 /// Gives one expert at a time: those that rows chose, if it asks for them. Each takes a while.
 struct Singles {
     asks: bool,
+    rests: bool,
     fail_at: Option<u32>,
     /// What it is told besides.
     heard: Vec<String>,
@@ -139,13 +149,17 @@ struct Singles {
 
 impl Singles {
     fn new(asks: bool) -> Singles {
-        Singles { asks, fail_at: None, heard: Vec::new() }
+        Singles { asks, rests: false, fail_at: None, heard: Vec::new() }
     }
 }
 
 const WHILE: Duration = Duration::from_micros(500);
 
 impl ExpertSource for Singles {
+    fn rests(&self, _: usize) -> bool {
+        self.rests
+    }
+
     fn needs_routes(&self, _: usize) -> bool {
         self.asks
     }
@@ -265,4 +279,30 @@ fn errors_surface_and_bad_passes_never_begin() {
     let mut log = Log::new();
     assert!(Driver::begin(&mut log, &spec(), &pass(3, &[3])).is_err());
     assert!(log.calls.is_empty(), "the backend has not heard of it");
+}
+
+#[test]
+fn a_pass_runs_in_one_go_where_experts_rest_and_the_backend_can() {
+    let run = |rests, repeats, fail_at| {
+        let mut log = Log { repeats, ..Log::new() };
+        let mut experts = Singles { rests, fail_at, ..Singles::new(true) };
+        let result = Driver::run(&mut log, &mut experts, &spec(), &pass(1, &[0]));
+        (result.map_err(|error| error.to_string()), log.calls)
+    };
+    let (id, calls) = run(true, || Ok(true), None);
+    assert_eq!((id, calls.join(", ")), (Ok(PassId(7)), "begin 1, repeat 7".to_string()));
+    let (id, stages) = run(false, || Ok(true), None);
+    assert_eq!(
+        (id, stages.len(), &*stages[1]),
+        (Ok(PassId(7)), 1 + 1 + 5 * 4 + 4 + 3 + 4 * 3 + 1, "embed 0..1")
+    );
+    let (id, calls) = run(true, || Ok(false), None);
+    assert_eq!((id, &*calls[1], &calls[2..]), (Ok(PassId(7)), "repeat 7", &stages[1..]));
+    // After a failure the pass is given up, once.
+    let (result, calls) = run(true, || Err(Error::Pass("the GPU is gone".to_string())), None);
+    assert!(result.unwrap_err().contains("the GPU is gone"));
+    assert_eq!(calls.join(", "), "begin 1, repeat 7, abort 7");
+    let (result, calls) = run(false, || Ok(true), Some(4));
+    assert!(result.unwrap_err().contains("the disk is gone"));
+    assert_eq!(calls[calls.len() - 2..], ["experts.0 [1]", "abort 7"]);
 }

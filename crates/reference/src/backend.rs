@@ -5,7 +5,8 @@ use std::ops::Range;
 
 use model::state::host::HostState;
 use model::{
-    Backend, Capabilities, Error, Intermediate, Matrix, Pass, PassId, Result, SequenceId, Snapshot, Wave,
+    Backend, Candidate, Capabilities, Error, Intermediate, Matrix, MatrixView, Pass, PassId, Result,
+    SequenceId, Snapshot, Wave,
 };
 
 use crate::open::Open;
@@ -20,6 +21,16 @@ impl Reference {
 
 fn no_pass(pass: PassId) -> Error {
     Error::Pass(format!("pass {} is not open", pass.0))
+}
+
+/// The `count` largest of a row and their equals, by falling size; what is not finite is larger than all else.
+fn largest(row: &[f32], count: usize) -> Vec<Candidate> {
+    let size = |c: &Candidate| if c.logit.is_finite() { c.logit } else { f32::INFINITY };
+    let mut all: Vec<Candidate> = (0..).zip(row).map(|(id, &logit)| Candidate { id, logit }).collect();
+    all.sort_by(|a, b| size(b).total_cmp(&size(a)));
+    let least = all.get(count - 1).map_or(f32::NEG_INFINITY, size);
+    all.retain(|candidate| size(candidate) >= least);
+    all
 }
 
 impl Backend for Reference {
@@ -138,9 +149,16 @@ impl Backend for Reference {
         context.head(open)
     }
 
-    fn logits(&mut self, pass: PassId) -> Result<Matrix> {
+    fn logits(&mut self, pass: PassId) -> Result<MatrixView<'_>> {
         let (_, _, open) = self.open(pass)?;
-        open.logits.clone().ok_or_else(|| Error::Pass("logits are read before `head`".to_string()))
+        let logits = open.logits.as_ref().map(Matrix::view);
+        logits.ok_or_else(|| Error::Pass("logits are read before `head`".to_string()))
+    }
+
+    fn largest(&mut self, pass: PassId, counts: &[usize]) -> Result<Vec<Option<Vec<Candidate>>>> {
+        let logits = self.logits(pass)?;
+        let of_row = |(row, &count)| (count > 0).then(|| largest(logits.row(row), count));
+        Ok(counts.iter().enumerate().map(of_row).collect())
     }
 
     fn hidden(&mut self, pass: PassId) -> Result<Matrix> {

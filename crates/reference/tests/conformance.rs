@@ -78,6 +78,16 @@ fn wanted_rows() {
 }
 
 #[test]
+fn largest() {
+    conformance::largest(&chunked);
+}
+
+#[test]
+fn in_one_go() {
+    conformance::in_one_go(&chunked);
+}
+
+#[test]
 fn misuse() {
     conformance::misuse(&chunked);
 }

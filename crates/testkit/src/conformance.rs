@@ -285,7 +285,7 @@ pub fn interleaved_passes(make: Make) {
             token += 1;
         }
     }
-    same_bits(&bench.backend.logits(driver.pass()).unwrap(), &long, "the pass that waited");
+    same_bits(&bench.backend.logits(driver.pass()).unwrap().to_matrix(), &long, "the pass that waited");
     bench.backend.commit(driver.pass()).unwrap();
     assert_eq!(bench.backend.position(slow).unwrap(), 200);
 }
@@ -324,12 +324,80 @@ pub fn wanted_rows(make: Make) {
     pass.hidden = vec![3, 4];
     let mut driver = Driver::begin(&mut *bench.backend, &model.spec, &pass).unwrap();
     driver.finish(&mut *bench.backend, &mut MappedExperts::new(&model), &mut Quiet).unwrap();
-    let logits = bench.backend.logits(driver.pass()).unwrap();
+    let logits = bench.backend.logits(driver.pass()).unwrap().to_matrix();
     same_bits(&rows(&logits, 0..1), &rows(&expected, 3..4), "row 3");
     same_bits(&rows(&logits, 1..2), &rows(&expected, 69..70), "row 69");
     let hidden = bench.backend.hidden(driver.pass()).unwrap();
     assert_eq!((hidden.rows, hidden.cols), (2, model.spec.hidden));
     bench.backend.commit(driver.pass()).unwrap();
+}
+
+/// What a backend picks out of logits are some of them, among which are the largest and their equals; it need not.
+pub fn largest(make: Make) {
+    let mut bench = Bench::new(make, TinyOptions::default());
+    let model = bench.tiny.model.clone();
+    let sequence = bench.backend.create();
+    let mut pass = Pass::new();
+    pass.push(sequence, 0, &bench.tokens[0..70]);
+    pass.logits = vec![0, 3, 69];
+    let mut driver = Driver::begin(&mut *bench.backend, &model.spec, &pass).unwrap();
+    driver.finish(&mut *bench.backend, &mut MappedExperts::new(&model), &mut Quiet).unwrap();
+    let logits = bench.backend.logits(driver.pass()).unwrap().to_matrix();
+    for count in [1, 2, 20, 64, TinyOptions::VOCAB, 1000] {
+        let found = bench.backend.largest(driver.pass(), &[count, 0, count]).unwrap();
+        assert!(found.len() == 3 && found[1].is_none(), "of each row what was wanted");
+        for (index, candidates) in found.iter().enumerate() {
+            let (row, Some(candidates)) = (logits.row(index), candidates) else { continue };
+            let mut ids: Vec<u32> = candidates.iter().map(|candidate| candidate.id).collect();
+            ids.sort_unstable();
+            assert!(ids.windows(2).all(|pair| pair[0] < pair[1]), "once each");
+            assert!(candidates.iter().all(|c| c.logit.to_bits() == row[c.id as usize].to_bits()));
+            let mut falling = row.to_vec();
+            falling.sort_unstable_by(|a, b| b.total_cmp(a));
+            let least = falling[count.min(row.len()) - 1];
+            let mut wanted = (0u32..).zip(row).filter(|&(_, &logit)| logit >= least);
+            assert!(
+                wanted.all(|(id, _)| ids.binary_search(&id).is_ok()),
+                "the {count} largest of row {index}"
+            );
+        }
+    }
+    same_bits(&bench.backend.logits(driver.pass()).unwrap().to_matrix(), &logits, "logits read again");
+    bench.backend.commit(driver.pass()).unwrap();
+}
+
+/// Passes that run in one go have the bits of those whose stages are called one by one, and leave the same states.
+pub fn in_one_go(make: Make) {
+    let mut bench = Bench::new(make, TinyOptions::default());
+    let model = bench.tiny.model.clone();
+    let mut experts = MappedExperts::new(&model);
+    let prompt = bench.backend.create();
+    bench.extend(prompt, 0..60, 1024);
+    let step = |sequences: &[SequenceId], at: usize, tokens: &[u32]| {
+        let mut pass = Pass::new();
+        for (index, &sequence) in sequences.iter().enumerate() {
+            pass.push(sequence, 60 + at, &[tokens[at + index]]);
+        }
+        Pass { logits: (0..sequences.len()).collect(), ..pass }
+    };
+    for batch in [1, 3] {
+        let [one_by_one, at_once] = [(); 2].map(|()| -> Vec<SequenceId> {
+            (0..batch).map(|_| bench.backend.fork(prompt).unwrap()).collect()
+        });
+        // So many that what has been recorded is repeated, over the end of a page.
+        for at in 0..8 {
+            let expected = bench.pass(&step(&one_by_one, at, &bench.tokens));
+            let pass = step(&at_once, at, &bench.tokens);
+            let id = Driver::run(&mut *bench.backend, &mut experts, &model.spec, &pass).unwrap();
+            let found = bench.backend.logits(id).unwrap().to_matrix();
+            bench.backend.commit(id).unwrap();
+            same_bits(&found, &expected, &format!("{batch} rows, step {at}"));
+        }
+        for (a, b) in one_by_one.into_iter().zip(at_once) {
+            assert_eq!(bench.recurrent(a), bench.recurrent(b), "states");
+            [a, b].into_iter().for_each(|sequence| bench.backend.free(sequence));
+        }
+    }
 }
 
 /// Misuse is an error, never a panic, and changes nothing.

@@ -24,7 +24,7 @@ pub fn run_pass(
     let logits = if pass.logits.is_empty() {
         Matrix::default()
     } else {
-        backend.logits(driver.pass()).expect("logits")
+        backend.logits(driver.pass()).expect("logits").to_matrix()
     };
     backend.commit(driver.pass()).expect("commit");
     logits

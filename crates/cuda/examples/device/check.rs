@@ -52,6 +52,9 @@ pub fn run(model: &Path, only: &[&str]) -> ExitCode {
     for rows in [1, 63, 64, 65, 300, 4170] {
         check(&format!("products {rows} rows"), &|| products(rows));
     }
+    for cols in [1, 63, 64, 65, 8192, 8193, 151_936] {
+        check(&format!("largest of {cols}"), &|| largest(cols));
+    }
     for (name, work) in suite(&|model, limits| Box::new(cuda(&model, limits))) {
         check(&format!("suite {name}"), &|| {
             work();
@@ -177,6 +180,46 @@ fn products(m: usize) -> String {
     format!("{compared} results")
 }
 
+/// What is picked out of rows are numbers that are there, once each, and the `count` largest and their equals are among them.
+fn largest(cols: usize) -> String {
+    let mut random = Random::new(cols as u64, "logits");
+    let plain = random.normals(cols, 3.0);
+    let rounded: Vec<f32> = plain.iter().map(|x| x.round()).collect();
+    let near: Vec<f32> = plain.iter().map(|x| 20.0 + 1e-4 * x).collect();
+    let [mut broken, mut infinite, mut least] = [(); 3].map(|()| plain.clone());
+    broken[cols / 2] = f32::NAN;
+    infinite[0] = f32::INFINITY;
+    least[cols - 1] = f32::NEG_INFINITY;
+    let rows = [plain, rounded, near, broken, infinite, least].concat();
+    let mut most = 0;
+    for count in [1, 2, 20, 64] {
+        let found = redlite_cuda::largest(&rows, cols, &[count; 6]).expect("a GPU");
+        for (row, found) in rows.chunks(cols).zip(found) {
+            let found = found.expect("few that are alike");
+            let mut ids: Vec<u32> = found.iter().map(|candidate| candidate.id).collect();
+            let are_there = found.iter().all(|c| c.logit.to_bits() == row[c.id as usize].to_bits());
+            assert!(are_there, "numbers of the row");
+            ids.sort_unstable();
+            assert!(ids.windows(2).all(|pair| pair[0] < pair[1]), "once each");
+            let sizes: Vec<f32> =
+                row.iter().map(|&x| if x.is_finite() { x } else { f32::INFINITY }).collect();
+            let mut falling = sizes.clone();
+            falling.sort_unstable_by(|a, b| b.total_cmp(a));
+            let least = falling[count.min(cols) - 1];
+            let missing = (0u32..).zip(&sizes).find(|(id, size)| **size >= least && !ids.contains(id));
+            assert!(missing.is_none(), "{missing:?} is among the {count} largest of {cols}");
+            most = most.max(found.len());
+        }
+    }
+    // Zeros of both signs are equals, of which there is room for some.
+    let zeros: Vec<f32> = (0..cols).map(|at| if at % 2 == 0 { 0.0 } else { -0.0 }).collect();
+    let all = [zeros.clone(), zeros.clone(), zeros].concat();
+    let found = redlite_cuda::largest(&all, cols, &[0, 1, 65]).expect("a GPU");
+    let lengths: Vec<Option<usize>> = found.iter().map(|row| row.as_ref().map(Vec::len)).collect();
+    assert_eq!(lengths, [None, (cols <= 256).then_some(cols), None], "all that are equal, or nothing");
+    format!("at most {most} candidates")
+}
+
 type Check<'a> = (&'static str, Box<dyn Fn() + 'a>);
 
 /// What every backend promises, of those that `make` makes.
@@ -197,6 +240,8 @@ pub(crate) fn suite(make: Make<'_>) -> Vec<Check<'_>> {
         ("layouts", Box::new(|| conformance::layouts(make))),
         ("strong decay", Box::new(|| conformance::strong_decay(make, OTHER_KERNELS))),
         ("wanted rows", Box::new(|| conformance::wanted_rows(make))),
+        ("largest", Box::new(|| conformance::largest(make))),
+        ("in one go", Box::new(|| conformance::in_one_go(make))),
         ("misuse", Box::new(|| conformance::misuse(make))),
     ]
 }

@@ -3,6 +3,7 @@
 //! ```text
 //! device check MODEL              decoders, conformance suite, stages and MODEL against the reference
 //! device measure MODEL            tok/s and time of each stage
+//! device tokens MODEL             time of a token by how it is chosen
 //! device pipeline MODEL           tok/s of one GPU and of two, and whether they give the same bits
 //! ```
 
@@ -12,6 +13,7 @@ mod measure;
 mod passes;
 mod pipeline;
 mod rows;
+mod tokens;
 
 use std::process::ExitCode;
 
@@ -21,9 +23,12 @@ fn main() -> ExitCode {
     match arguments[..] {
         ["check", model, ref only @ ..] => check::run(model.as_ref(), only),
         ["measure", model, ref lengths @ ..] => measure::run(model.as_ref(), lengths),
+        ["tokens", model] => tokens::run(model.as_ref()),
         ["pipeline", model, ref lengths @ ..] => pipeline::run(model.as_ref(), lengths),
         _ => {
-            eprintln!("usage: device check MODEL [NAME …] | device measure|pipeline MODEL [LENGTH …]");
+            eprintln!(
+                "usage: device check MODEL [NAME …] | device measure|pipeline MODEL [LENGTH …] | device tokens MODEL"
+            );
             ExitCode::from(2)
         }
     }

@@ -23,7 +23,8 @@ impl Passes {
         let mut driver = Driver::begin(&mut self.cuda, &self.model.spec, &pass).expect("begin");
         driver.finish(&mut self.cuda, &mut self.experts, &mut Quiet).expect("every stage");
         let logits = self.cuda.logits(driver.pass()).expect("logits");
+        let read = (0..runs.len()).map(|row| read(logits.row(row))).collect();
         self.cuda.commit(driver.pass()).expect("commit");
-        (0..runs.len()).map(|row| read(logits.row(row))).collect()
+        read
     }
 }

@@ -176,7 +176,7 @@ impl Bench {
         let mut driver = Driver::begin(&mut *self.backend, &self.model.spec, &pass).expect("begin");
         driver.finish(&mut *self.backend, &mut self.experts, &mut Quiet).expect("every stage");
         let logits = if last {
-            self.backend.logits(driver.pass()).expect("logits").data
+            self.backend.logits(driver.pass()).expect("logits").data.to_vec()
         } else {
             self.backend.keep_pace().expect("no failure");
             Vec::new()
