@@ -1,16 +1,16 @@
 // Products of matrices side by side with up to eight rows of x, by spans (`spans.cuh`): passes of single rows.
 //
-// A kernel of a token waits for the one before it, and little else. So a block of up to four rows takes half a multiprocessor's
-// registers and some of its shared memory, that it may stand beside the kernels before and behind it; all of its weights are asked
-// for before it waits; and behind the wait there is no more than x, products, and one sum.
+// A kernel of a token waits for the one before it, and little else. So a block of one row takes half a multiprocessor's registers
+// and some of its shared memory, that it may stand beside the kernels before and behind it; all of its weights are asked for before
+// it waits; and behind the wait there is no more than x, products, and one sum.
 //
 // A block has some neighbouring tiles of 16 outputs and some plain rows. Each warp has one span of 256 columns, or several; if K is
-// short, groups of warps share the work: they stage x row by row in turns, and multiply tile by tile. What a norm divides by is
-// applied to the sums. Tiles lie in shared memory in file form: four neighbouring rows, a quad, by one copy, in a window of whole
+// short, groups of warps share the work: they stage x row by row in turns, and multiply tile by tile. A warp waits for those of its
+// span alone, so that the one that asks for weights keeps no other. What a norm divides by is applied to the sums. Tiles lie in shared memory in file form: four neighbouring rows, a quad, by one copy, in a window of whole
 // words of 16 bytes. Rows that a warp reads together are of different quads, which lie in different banks.
 //
-// Shared memory: x ([row][span] records of SPAN_X), sums of tiles ([tile][part][row][16]), parts of plain rows' results
-// ([plain][FEW][span]), plain rows, tiles.
+// Shared memory: x ([row][span] records of SPAN_X), sums of tiles ([tile][part][row][16]), what those are added to ([tile][row][16]),
+// parts of plain rows' results ([plain][FEW][span]), plain rows, tiles.
 
 const int SPAN_WARPS = 16, SPAN_THREADS = 32 * SPAN_WARPS; // of a block
 const int MOST_TILES = 8; // of a block
@@ -131,7 +131,7 @@ DEVICE void copy_tiles(const SpanRows &p, int first, int tiles, u32 to, u32 barr
     }
 }
 
-// Barriers by name: 0 of all warps that multiply, then one for each span that several of them share, and that of the barriers of copies.
+// Barriers by name: 0 of a block, then one for each span that several warps share, and that of the barriers of copies.
 const int OF_SPANS = 1, OF_COPIES = 15;
 
 /// Waits for as many threads of a block to come here.
@@ -388,7 +388,7 @@ template <int ROWS> DEVICE const float *first_sum(const SpanRows &p, const Tiles
     return result.output < out.count ? out.to + (long)result.row * p.out_stride + result.output : nullptr;
 }
 
-/// Adds up the warps' sums of a block's tiles; the first results to `before`.
+/// Adds up the warps' sums of a block's tiles.
 template <int ROWS> DEVICE void store_tiles(const SpanRows &p, const Share &share, u8 *shared, const Outputs *outputs, int tiles) {
     int rows = rows_of<ROWS>(p), of_tile = rows * TILE;
     const float *sums = (const float *)(shared + p.sums_at);
@@ -517,7 +517,7 @@ template <int ROWS> DEVICE void multiply_tiles(const SpanRows &p, const Share &a
     int i = all.group < all.groups ? all.group : MOST_TILES;
 #pragma unroll 1
     for (;;) {
-        // The block's tiles are worked out anew, and so on: what lives on over products has to lie in registers.
+        // Worked out anew for each matrix: what lives on over products takes registers.
         Tiles tiles = Tiles::of(p, blockIdx.x);
         if (i >= tiles.count) break;
         int matrix = Place::of(p, tiles.first + i).matrix;
@@ -581,6 +581,7 @@ template <int ROWS> DEVICE void multiply_spans(const SpanRows &p) {
     previous();
     float before = sum ? *sum : 0.0f;
     stage_spans<ROWS, ROWS <= 4 ? 1 : 4>(p, share, shared, staged, tiles.plain, factors);
+    // Registers are short from here on.
     if (sum) sums_behind(p, shared, share, rows_of<ROWS>(p))[threadIdx.x] = before;
     multiply_tiles<ROWS>(p, share, shared, full);
     meet(0, SPAN_THREADS);

@@ -223,6 +223,11 @@ fn most_rows<P>(left: usize, launch: impl Fn(usize) -> Option<Launch<P>>) -> Opt
     counts.into_iter().find_map(|count| Some((count, launch(count)?)))
 }
 
+/// Which of the kernels for one row, for up to [`SET`], and for more takes `count` rows.
+fn kernel_for(count: usize) -> usize {
+    usize::from(count > 1) + usize::from(count > SET)
+}
+
 impl Cuda {
     /// Launches the products of as many of `left` rows as fit into shared memory, and returns how many those are; `None` if not even one does.
     pub(crate) fn spans_launch(&self, p: &FewRows, left: usize) -> Result<Option<usize>, DriverError> {
@@ -247,8 +252,7 @@ impl Cuda {
         let (p, processors) = (SpanRows::of(p), self.device.processors as usize);
         let launch = |count| launch(&p, count, processors, self.device.shared);
         let Some((count, Launch { p, grid, shared })) = most_rows(left, launch) else { return Ok(None) };
-        let kernel = kernels[usize::from(count > 1) + usize::from(count > SET)];
-        self.device.launch(kernel, (grid, 1, 1), 32 * warps, shared, &p)?;
+        self.device.launch(kernels[kernel_for(count)], (grid, 1, 1), 32 * warps, shared, &p)?;
         Ok(Some(count))
     }
 }
@@ -376,6 +380,15 @@ mod tests {
         head.cols = 16_384;
         head.matrices[0].row_bytes = 8 * 1680;
         assert_eq!(fits(&head, 99 << 10), None);
+    }
+
+    #[test]
+    fn a_kernel_takes_as_many_rows_as_there_are() {
+        let most = [1, SET, FEW];
+        for count in 1..=FEW {
+            let kernel = kernel_for(count);
+            assert!(count <= most[kernel] && (kernel == 0 || count > most[kernel - 1]), "{count} rows");
+        }
     }
 
     #[test]
