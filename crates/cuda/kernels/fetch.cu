@@ -24,6 +24,7 @@ struct State {
     int free;    // slots without an expert
     int fetched; // experts that came during this pass
     int arrived; // blocks that have copied their part
+    int origin;  // the pass that what experts are worth is counted from
 };
 
 struct Book {
@@ -222,12 +223,22 @@ struct Settle {
 /// log₂ of the factor that a choice is worth less after each pass: half of it after two hundred.
 const float AGING = 0.005f;
 
-/// Notes what was chosen, a warp for each layer: how much experts are worth, which were found.
+/// Passes behind which what experts are worth is counted from another one, so that it never becomes too large for its digits.
+const int AGE = 12800;
+
+/// Notes what was chosen, a warp for each layer: how much experts are worth, which were found. By all threads of a block.
 DEVICE void note_choices(const Settle &p, int now) {
     const Book &book = p.book;
-    int lane = threadIdx.x % 32, found = 0, missed = 0;
+    int lane = threadIdx.x % 32, found = 0, missed = 0, age = now - book.state->origin;
+    __syncthreads();
+    if (age >= AGE) {
+        for (int i = threadIdx.x; i < book.layers * book.experts; i += blockDim.x) book.worth[i] -= age * AGING;
+        if (threadIdx.x == 0) book.state->origin = now;
+        age = 0;
+        __syncthreads();
+    }
     // A sum of powers of two, by its logarithm as it will be when those of this pass are one.
-    float base = now * AGING;
+    float base = age * AGING;
     for (int layer = threadIdx.x / 32; layer < book.layers; layer += blockDim.x / 32) {
         for (int r = 0; r < p.rows; r++) {
             int expert = pick(p.logits + layer * p.layer_stride + r * p.row_stride, book.experts, book.used);

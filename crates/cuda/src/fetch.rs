@@ -18,6 +18,10 @@ use crate::sources::{Source, Target};
 use crate::weights::Matrix as Weights;
 use crate::{Cuda, kernels};
 
+mod tables;
+
+use tables::Tables;
+
 /// A matrix of a layer's experts in pinned memory, as the kernels see it.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -57,6 +61,7 @@ struct State {
     free: i32,
     fetched: i32,
     arrived: i32,
+    origin: i32,
 }
 
 #[derive(Clone, Copy)]
@@ -105,6 +110,10 @@ const MOST: usize = 2;
 
 /// Slots that are empty when a pass begins, beside as many as twice what came during the one before.
 const SPARE: i32 = 16;
+
+/// The pass that what experts are worth is first counted from: 40 passes before it is counted anew (`AGE` of the kernels), so that
+/// every check comes past that.
+const ORIGIN: i32 = 40 - 12_800;
 
 /// All experts of a model in pinned memory.
 pub struct PinnedExperts {
@@ -161,6 +170,12 @@ impl PinnedExperts {
         })
     }
 
+    /// Every matrix: [layers, 3].
+    fn homes(&self) -> Vec<Home> {
+        let layers = self.model.experts.iter().flat_map(|layer| [&layer.gate, &layer.up, &layer.down]);
+        layers.map(|tensor| self.home(tensor)).collect()
+    }
+
     fn home(&self, tensor: &ExpertTensor) -> Home {
         Home {
             at: self.tensor(tensor.tensor).host() as u64 + tensor.offset,
@@ -215,29 +230,18 @@ pub(crate) struct Sums {
     _tables: Arc<Buffer>,
 }
 
-/// Rooms of a slot begin at multiples of this.
-const ALIGN: i64 = 64;
-
 impl Fetch {
     fn new(
         device: &Arc<Device>,
         target: &Target,
         home: Arc<PinnedExperts>,
-        bytes: u64,
+        (tables, bytes): (&Tables, u64),
         (routers, decoded): (Vec<u64>, Vec<Buffer>),
     ) -> Result<Fetch> {
         let model = home.model.clone();
         let (layers, experts) = (model.experts.len(), model.spec.moe.experts);
-        let homes: Vec<Home> = (model.experts.iter())
-            .flat_map(|layer| [&layer.gate, &layer.up, &layer.down].map(|tensor| home.home(tensor)))
-            .collect();
-        let largest = |matrix: usize| {
-            let bytes = homes.iter().skip(matrix).step_by(3).map(|home| home.bytes + 30);
-            (bytes.max().unwrap_or(0) + ALIGN - 1) / ALIGN * ALIGN
-        };
-        let sizes = [0, 1, 2].map(largest);
-        let slot_bytes: i64 = sizes.iter().sum();
-        let count = ((bytes as i64 / slot_bytes.max(1)) as usize).min(layers * experts);
+        let homes = home.homes();
+        let count = tables.slots(bytes);
         let modules = kernels::load(device, &[Source::fetch(target)])?;
         let module = modules.into_iter().next().expect("one source");
         let kernels = || {
@@ -253,30 +257,19 @@ impl Fetch {
         let places: Vec<u64> = (homes.iter())
             .flat_map(|home| (0..experts as i64).map(move |e| (home.at as i64 + e * home.stride) as u64))
             .collect();
-        let state = State { token: 0, free: count as i32, fetched: 0, arrived: 0 };
-        let parts = [
-            size_of_val(&homes[..]),
-            size_of_val(&places[..]),
-            4 * layers * experts,
-            4 * layers * experts,
-            4 * count,
-            4 * count,
-            4 * count,
-            size_of_val(&state),
-            16,
-        ]
-        .map(|bytes| bytes.next_multiple_of(16));
+        let state = State { token: 0, free: count as i32, fetched: 0, arrived: 0, origin: ORIGIN };
         let fail = || failed("making room for experts");
-        let tables = device.allocate(parts.iter().sum()).map_err(fail())?;
-        let slots = device.allocate(count * slot_bytes as usize).map_err(fail())?;
-        let logits = device.allocate(4 * layers * ROWS * experts).map_err(fail())?;
-        let mut at = tables.at;
-        let [homes_at, places_at, slot_of, worth, owner, since, free, state_at, sums] = parts.map(|bytes| {
-            at += bytes as u64;
-            at - bytes as u64
-        });
+        let memory = device.allocate(tables.of(count).iter().sum()).map_err(fail())?;
+        let slots = device.allocate(count * tables.slot_bytes).map_err(fail())?;
+        let logits = device.allocate(tables.logits()).map_err(fail())?;
+        let mut at = memory.at;
+        let [homes_at, places_at, slot_of, worth, owner, since, free, state_at, sums] =
+            tables.of(count).map(|bytes| {
+                at += bytes as u64;
+                at - bytes as u64
+            });
         let fill = || {
-            device.zero(tables.at, tables.bytes)?;
+            device.zero(memory.at, memory.bytes)?;
             device.upload(&homes, homes_at)?;
             device.upload(&places, places_at)?;
             device.upload(&vec![-1i32; layers * experts], slot_of)?;
@@ -298,8 +291,8 @@ impl Fetch {
             state: state_at,
             sums,
             slots: slots.at,
-            slot_bytes,
-            parts: [0, sizes[0], sizes[0] + sizes[1]],
+            slot_bytes: tables.slot_bytes as i64,
+            parts: tables.parts.map(|at| at as i64),
             layers: layers as i32,
             experts: experts as i32,
             count: count as i32,
@@ -313,7 +306,7 @@ impl Fetch {
             logits,
             look: queue()?,
             carry: queue()?,
-            tables: Arc::new(tables),
+            tables: Arc::new(memory),
             _slots: slots,
             _decoded: decoded,
             home,
@@ -348,9 +341,9 @@ impl Fetch {
         4 * open.pass.rows() * (32 + self.book.used as usize)
     }
 
-    /// Rows that find what they choose in slots, most of it.
+    /// Rows of a pass that the GPU fetches for, at most: so many find most of what they choose in slots.
     fn rows(&self) -> usize {
-        (self.book.count / (self.book.layers * self.book.used).max(1)) as usize
+        ((self.book.count / (self.book.layers * self.book.used).max(1)) as usize).clamp(1, ROWS)
     }
 }
 
@@ -364,18 +357,39 @@ impl Sums {
 }
 
 impl Cuda {
-    /// From now on passes that choose few experts have the GPU fetch them from `home` into `bytes` bytes of slots;
-    /// see [`Fetching`]. Returns the most rows of such a pass.
+    /// From now on passes that choose few experts have the GPU fetch them from `home` into slots, which take `bytes` bytes
+    /// with all that belongs to them; see [`Fetching`]. Returns the most rows of such a pass.
     ///
     /// # Errors
     /// If the memory is not there.
     pub fn fetch_from(&mut self, home: Arc<PinnedExperts>, bytes: u64) -> Result<usize> {
         self.device.bind().map_err(failed("making room for experts"))?;
         let routers = self.plain_routers().map_err(failed("making room for experts"))?;
-        let fetch = Fetch::new(&self.device, &self.target, home, bytes, routers)?;
+        let tables = self.tables_of(&home);
+        let fetch = Fetch::new(&self.device, &self.target, home, (&tables, bytes), routers)?;
         let rows = fetch.rows();
         self.fetch = Some(fetch);
         Ok(rows)
+    }
+
+    /// Bytes for [`Cuda::fetch_from`] that make so many slots.
+    #[must_use]
+    pub fn fetch_bytes(&self, home: &PinnedExperts, slots: usize) -> u64 {
+        self.tables_of(home).bytes(slots)
+    }
+
+    fn tables_of(&self, home: &PinnedExperts) -> Tables {
+        let routers = self.weights.dense.layers.iter().map(|layer| layer.moe.router);
+        let decoded =
+            routers.filter(|router| router.ty != Type::F32).map(|router| 4 * router.rows * router.cols);
+        let shape = (self.model.experts.len(), self.model.spec.moe.experts);
+        Tables::new(&home.homes(), shape, &decoded.collect::<Vec<_>>())
+    }
+
+    /// Experts that single rows chose so far: found in slots, and fetched. Waits for what is enqueued.
+    #[must_use]
+    pub fn fetched(&self) -> Option<[u64; 2]> {
+        self.sums()?.read().ok()
     }
 
     /// Every layer's router as f32, and the memory of those that had to be decoded.
@@ -409,7 +423,7 @@ impl Cuda {
     /// Whether experts are fetched for a pass.
     fn fetches(&self, open: &Open) -> Option<&Fetch> {
         let fetch = self.fetch.as_ref()?;
-        (open.single && open.pass.rows() <= ROWS).then_some(fetch)
+        (open.single && open.pass.rows() <= fetch.rows()).then_some(fetch)
     }
 
     /// Asks what rows will probably choose in `layer`, by what they are now: nobody waits for that, so that rows may change while they

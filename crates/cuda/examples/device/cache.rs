@@ -94,13 +94,13 @@ fn fetched(path: &Path) -> String {
     let model = open(path);
     let expected = logits(&model, start(&model, None), Box::new(MappedExperts::new(&model)));
     let all = Layout::new(&model, None, 1).expect("a layout");
-    let each = all.bytes() / all.slots() as u64 + 256;
+    let each = all.bytes() / all.slots() as u64;
     let home = Arc::new(PinnedExperts::read(&model, 0).expect("pinned memory"));
     let mut report = Vec::new();
     for slots in [model.spec.moe.used as u64 - 1, all.slots() as u64 / 4, all.slots() as u64] {
         let window = floor(&model) * 4;
         let mut cuda = start(&model, Some(window + slots * each));
-        cuda.fetch_from(home.clone(), slots * each).expect("slots");
+        cuda.fetch_from(home.clone(), cuda.fetch_bytes(&home, slots as usize)).expect("slots");
         let options = Options { budget: Some(window), verify: true, ..Options::default() };
         let store = Store::new(&model, &mut cuda as &mut dyn Backend, options).expect("a store");
         let monitor = store.monitor();

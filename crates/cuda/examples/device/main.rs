@@ -4,11 +4,13 @@
 //! device check MODEL              decoders, conformance suite, stages and MODEL against the reference
 //! device measure MODEL            tok/s and time of each stage
 //! device tokens MODEL             time of a token by how it is chosen
+//! device fetch MODEL [SLOTS …]    decode with slots for so many experts a layer, the others in pinned memory
 //! device pipeline MODEL           tok/s of one GPU and of two, and whether they give the same bits
 //! ```
 
 mod cache;
 mod check;
+mod fetch;
 mod measure;
 mod passes;
 mod pipeline;
@@ -24,10 +26,11 @@ fn main() -> ExitCode {
         ["check", model, ref only @ ..] => check::run(model.as_ref(), only),
         ["measure", model, ref lengths @ ..] => measure::run(model.as_ref(), lengths),
         ["tokens", model] => tokens::run(model.as_ref()),
+        ["fetch", model, ref slots @ ..] => fetch::run(model.as_ref(), slots),
         ["pipeline", model, ref lengths @ ..] => pipeline::run(model.as_ref(), lengths),
         _ => {
             eprintln!(
-                "usage: device check MODEL [NAME …] | device measure|pipeline MODEL [LENGTH …] | device tokens MODEL"
+                "usage: device check MODEL [NAME …] | device measure|pipeline MODEL [LENGTH …] | device tokens MODEL | device fetch MODEL [SLOTS …]"
             );
             ExitCode::from(2)
         }
