@@ -283,12 +283,12 @@ DEVICE void multiply_tile(const FewExperts &p, Choice &choice, const Experts &e,
     Halves rows;
     rows.low = at + row * e.row_bytes + span * e.span, rows.high = rows.low + 2 * e.row_bytes;
     rows.plain = choice.plain[warp];
+    __syncwarp(); // behind products with what planes and places of plain numbers were before
     if (e.plain) {
         if (lane < 2) rows.plain[lane] = matrix_of(e, expert);
         rows.low = min(tile * TILE + row, p.cols - 1) * e.row_bytes + span * e.span;
         rows.high = min(tile * TILE + row + 2, p.cols - 1) * e.row_bytes + span * e.span;
     }
-    __syncwarp(); // behind products with what the planes were before
     store_planes(shared + planes, x);
     __syncwarp();
     multiply_halves(sums, e.type, shared, rows, planes, min(SPAN, width - span * SPAN), table);

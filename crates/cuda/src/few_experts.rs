@@ -77,6 +77,16 @@ struct Shape {
     used: usize,
 }
 
+/// What a launch has to fit.
+#[derive(Clone, Copy, Debug)]
+struct Gpu {
+    /// Bytes of shared memory of a block.
+    shared: usize,
+    /// The same of what kernels were compiled for, which says how large their tables are.
+    compiled_for: usize,
+    processors: usize,
+}
+
 /// Warps that share the columns of an item of gate and up, and items at a time in a block, at most.
 const PARTS: usize = 4;
 const MOST_GROUPS: usize = 5;
@@ -102,10 +112,10 @@ fn lines(ty: Type, rows: usize, cols: usize) -> usize {
 }
 
 impl Shape {
-    /// The layout in `shared` bytes on a GPU of so many multiprocessors, and what it takes.
-    fn layout(&self, shared: usize, processors: usize) -> (Layout, usize) {
+    /// The layout, and what it takes.
+    fn layout(&self, gpu: Gpu) -> (Layout, usize) {
         let items = self.rows * self.used * self.width.div_ceil(8);
-        let of_block = items.div_ceil(processors);
+        let of_block = items.div_ceil(gpu.processors);
         // One round of all groups needs no second slot.
         let enough = |groups: usize| of_block.div_ceil(groups).next_power_of_two().min(MOST_SLOTS);
         let mut ways = (1..=MOST_GROUPS).rev().flat_map(|groups| {
@@ -116,21 +126,21 @@ impl Shape {
         });
         // Two slots a group, unless one is enough; all groups before that.
         let found = ways.find(|&(groups, slots)| {
-            slots >= enough(groups).min(2) && self.place(groups, slots, shared).1 + STATIC <= shared
+            slots >= enough(groups).min(2) && self.place(groups, slots, gpu).1 + STATIC <= gpu.shared
         });
         let (groups, slots) = found.unwrap_or((1, 1));
-        self.place(groups, slots, shared)
+        self.place(groups, slots, gpu)
     }
 
     /// Rows of `left` that are computed at once: as many as there is shared memory for. Bits do not depend on it.
-    fn most_rows(&self, left: usize, shared: usize, processors: usize) -> usize {
-        let fits = |&rows: &usize| Shape { rows, ..*self }.layout(shared, processors).1 + STATIC <= shared;
+    fn most_rows(&self, left: usize, gpu: Gpu) -> usize {
+        let fits = |&rows: &usize| Shape { rows, ..*self }.layout(gpu).1 + STATIC <= gpu.shared;
         (1..=left.min(FEW)).rev().find(fits).unwrap_or(1)
     }
 
-    fn place(&self, groups: usize, slots: usize, shared: usize) -> (Layout, usize) {
+    fn place(&self, groups: usize, slots: usize, gpu: Gpu) -> (Layout, usize) {
         let [gate, up, down, of_shared] = self.types;
-        let table = |ty: Type| whole_table_bytes(ty, shared);
+        let table = |ty: Type| whole_table_bytes(ty, gpu.compiled_for);
         let second = if gate == up { 0 } else { table(gate) };
         let up_at = ZEROS + second;
         let tables = (second + table(up)).max(table(down));
@@ -196,15 +206,19 @@ impl Cuda {
         let first = !open.summed;
         open.summed = true;
         let shape = self.shape(triplet, &shared);
-        let (room, processors) = (self.device.shared, self.device.processors as usize);
         let mut row = 0;
         while row < rows {
-            let count = shape.most_rows(rows - row, room, processors);
+            let count = shape.most_rows(rows - row, self.gpu());
             let shape = Shape { rows: count, ..shape };
             self.few_experts_rows(open, (triplet, shared), (row, shape), inner, (mask, first, last))?;
             row += count;
         }
         Ok(())
+    }
+
+    fn gpu(&self) -> Gpu {
+        let processors = self.device.processors as usize;
+        Gpu { shared: self.device.shared, compiled_for: self.target.shared, processors }
     }
 
     /// The shape of a layer's experts, for one row.
@@ -236,8 +250,7 @@ impl Cuda {
         let gates = buffers.gates.at() + 4 * (row * columns.stride) as u64;
         let chosen = 4 * (row * used) as u64;
         let rows = 4 * (row * hidden) as u64;
-        let processors = self.device.processors as usize;
-        let (layout, bytes) = shape.layout(self.device.shared, processors);
+        let (layout, bytes) = shape.layout(self.gpu());
         let p = Single {
             mask,
             gate: self.few_experts(gate),
@@ -269,7 +282,7 @@ impl Cuda {
         };
         // All blocks have to be there at once: they meet.
         let items = count * used * gate.rows.div_ceil(8);
-        let blocks = processors.min(items.max(hidden.div_ceil(TILE)));
+        let blocks = self.gpu().processors.min(items.max(hidden.div_ceil(TILE)));
         let threads = 32 * (PARTS * layout.groups as usize + 1);
         self.device.launch(&self.kernels.few_experts, (blocks, 1, 1), threads, bytes, &p)
     }
@@ -306,6 +319,10 @@ mod tests {
         Shape { types, rows, cols: 2048, width: 512, shared_cols: 512, experts: 512, used: 10 }
     }
 
+    fn gpu(shared: usize, processors: usize) -> Gpu {
+        Gpu { shared, compiled_for: shared, processors }
+    }
+
     /// Mixes of types of the 80B's files, and extremes.
     fn mixes() -> Vec<[Type; 4]> {
         use Type as T;
@@ -327,9 +344,9 @@ mod tests {
             for processors in [16, 46, 72, 108, 132, 170] {
                 for types in mixes() {
                     for left in 1..=2 * FEW {
-                        let rows = of_80b(types, 1).most_rows(left, shared, processors);
+                        let rows = of_80b(types, 1).most_rows(left, gpu(shared, processors));
                         assert!((1..=left.min(FEW)).contains(&rows));
-                        let (layout, bytes) = of_80b(types, rows).layout(shared, processors);
+                        let (layout, bytes) = of_80b(types, rows).layout(gpu(shared, processors));
                         assert!(
                             bytes + STATIC <= shared,
                             "{types:?}, {rows} rows: {bytes} of {shared} bytes"
@@ -347,7 +364,7 @@ mod tests {
     #[test]
     fn all_groups_are_there_for_the_80b_on_an_h200() {
         let types = mixes()[0];
-        let layout = |rows| of_80b(types, rows).layout(227 << 10, 132).0;
+        let layout = |rows| of_80b(types, rows).layout(gpu(227 << 10, 132)).0;
         // 640 items on 132 multiprocessors: one round. Eight rows: more than one slot of each group.
         assert_eq!((layout(1).groups, layout(1).slots), (5, 1));
         assert_eq!((layout(8).groups, layout(8).slots), (5, 2));
@@ -357,8 +374,8 @@ mod tests {
     #[test]
     fn fewer_rows_where_there_is_little_shared_memory() {
         use Type as T;
-        assert_eq!(of_80b(mixes()[0], 1).most_rows(16, 99 << 10, 46), FEW);
-        let rows = of_80b([T::IQ2_S, T::IQ3_XXS, T::MXFP4, T::IQ4_XS], 1).most_rows(16, 99 << 10, 46);
+        assert_eq!(of_80b(mixes()[0], 1).most_rows(16, gpu(99 << 10, 46)), FEW);
+        let rows = of_80b([T::IQ2_S, T::IQ3_XXS, T::MXFP4, T::IQ4_XS], 1).most_rows(16, gpu(99 << 10, 46));
         assert!((2..FEW).contains(&rows), "{rows} rows");
     }
 
@@ -368,7 +385,7 @@ mod tests {
             for types in mixes() {
                 for rows in [1, 2, 3, 8] {
                     let shape = of_80b(types, rows);
-                    let (l, bytes) = shape.layout(shared, 132);
+                    let (l, bytes) = shape.layout(gpu(shared, 132));
                     let table = |i: usize| whole_table_bytes(types[i], shared) as i32;
                     let warps = PARTS as i32 * l.groups;
                     // Tables of gate, up and down, of which the last one comes when the others are not needed any more.

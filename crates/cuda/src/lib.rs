@@ -175,7 +175,7 @@ impl Cuda {
         let capabilities = Capabilities {
             name: "cuda",
             variant: format!("{} {}", target.arch, device.name),
-            kernel_version: 6,
+            kernel_version: 7,
             block_rows: BLOCK_ROWS,
             smallest_chunk: 2,
         };

@@ -94,7 +94,7 @@ impl Cuda {
     }
 
     /// Everything that multiplies a layer's second norm, of single rows: router, gate and up of the shared expert, and its
-    /// share. The choice of experts is left to `experts_up`.
+    /// share. The choice of experts is left to `few_experts`.
     fn route_single(&mut self, open: &mut Open, layer: usize) -> Done {
         let (device, rows) = (self.device.clone(), open.pass.rows());
         let weights = &self.weights.dense.layers[layer].moe;
