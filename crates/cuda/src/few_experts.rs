@@ -84,6 +84,7 @@ struct Gpu {
     shared: usize,
     /// The same of what kernels were compiled for, which says how large their tables are.
     compiled_for: usize,
+    /// Multiprocessors that blocks may wait for one another on.
     processors: usize,
 }
 
@@ -217,7 +218,8 @@ impl Cuda {
     }
 
     fn gpu(&self) -> Gpu {
-        let processors = self.device.processors as usize;
+        // All blocks have to be there at once, beside those of other parts.
+        let processors = (self.device.processors as usize / self.sharers).max(1);
         Gpu { shared: self.device.shared, compiled_for: self.target.shared, processors }
     }
 

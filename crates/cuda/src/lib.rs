@@ -127,6 +127,8 @@ pub struct Cuda {
     fetch: Option<Fetch>,
     /// Where blocks of `few_experts` meet: two numbers.
     meeting: driver::Buffer,
+    /// Parts of a model on this GPU, of each of which such blocks may wait for one another at a time.
+    sharers: usize,
     kernels: Kernels,
     target: Target,
     device: Arc<Device>,
@@ -200,6 +202,7 @@ impl Cuda {
             arenas: Vec::new(),
             fetch: None,
             meeting,
+            sharers: 1,
             kernels,
             target,
             device,

@@ -59,7 +59,9 @@ impl Pipeline {
             let part = Arc::new(model.part(layers.clone()));
             let weights = part.load(&mut |_, _| {}).map_err(crate::Error::Model)?;
             let options = Options { device, ..options };
-            Ok(Part { layers, cuda: Cuda::part_of(model, part, &weights, limits, options)? })
+            let mut cuda = Cuda::part_of(model, part, &weights, limits, options)?;
+            cuda.sharers = gpus.iter().filter(|&&gpu| gpu == device).count();
+            Ok(Part { layers, cuda })
         };
         let parts: Vec<crate::Result<Part>> = std::thread::scope(|scope| {
             let start = &start;
