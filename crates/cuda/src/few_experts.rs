@@ -294,16 +294,6 @@ impl Cuda {
 mod tests {
     use super::*;
 
-    /// What the kernel's source says a constant is: a number, or a product of those before it.
-    fn of_kernel(name: &str) -> usize {
-        let sources = [include_str!("../kernels/few_experts.cu"), include_str!("../kernels/planes.cuh")];
-        let before = format!("const int {name} = ");
-        let places: Vec<&str> = sources.iter().flat_map(|text| text.split(before.as_str()).skip(1)).collect();
-        let [place] = places[..] else { panic!("{name} is defined in {} places", places.len()) };
-        let digits: String = place.chars().take_while(char::is_ascii_digit).collect();
-        digits.parse().expect("a number")
-    }
-
     #[test]
     fn constants_are_those_of_the_kernel() {
         for (name, value) in [
@@ -313,7 +303,8 @@ mod tests {
             ("PLANES", PLANES),
             ("ZEROS", ZEROS),
         ] {
-            assert_eq!(of_kernel(name), value, "{name}");
+            let sources = [include_str!("../kernels/few_experts.cu"), include_str!("../kernels/planes.cuh")];
+            assert_eq!(crate::sources::constant(&sources, name), value, "{name}");
         }
     }
 

@@ -405,3 +405,13 @@ fn codebooks(types: &[Type]) -> String {
     }
     out
 }
+
+/// What sources say the constant `name` is, a number.
+#[cfg(test)]
+pub(crate) fn constant(sources: &[&str], name: &str) -> usize {
+    let before = format!(" {name} = ");
+    let places: Vec<&str> = sources.iter().flat_map(|text| text.split(before.as_str()).skip(1)).collect();
+    let [place] = places[..] else { panic!("{name} is defined in {} places", places.len()) };
+    let digits: String = place.chars().take_while(char::is_ascii_digit).collect();
+    digits.parse().expect("a number")
+}

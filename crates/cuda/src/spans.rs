@@ -279,7 +279,7 @@ mod tests {
         }
     }
 
-    /// What a kernel's source says a constant is.
+    /// What the kernels' sources say a constant is.
     fn of_kernels(name: &str) -> usize {
         let sources = [
             include_str!("../kernels/few.cuh"),
@@ -287,11 +287,7 @@ mod tests {
             include_str!("../kernels/few_spans.cu"),
             include_str!("../kernels/few_head.cu"),
         ];
-        let before = format!(" {name} = ");
-        let places: Vec<&str> = sources.iter().flat_map(|text| text.split(before.as_str()).skip(1)).collect();
-        let [place] = places[..] else { panic!("{name} is defined in {} places", places.len()) };
-        let digits: String = place.chars().take_while(char::is_ascii_digit).collect();
-        digits.parse().expect("a number")
+        crate::sources::constant(&sources, name)
     }
 
     #[test]
