@@ -48,7 +48,7 @@ struct FewExperts {
     int first, last;                        // whether this is the first and the last wave
     int groups, slots, down_slots;          // slots: of each group, powers of two
     int slot_bytes, high_at, down_bytes;    // of a slot of gate and up, where up begins in it, and of a slot of down
-    int table_at[4];                        // of gate, up, down, shared
+    int table_at[4];                        // of gate, up, down, shared, which may have none: 0
     int planes_at, scratch_at, sums_at, items_at, shared_at, down_at, slots_at;
 };
 
@@ -63,6 +63,8 @@ struct Choice {
     int down_odd[MOST_DOWN * MOST_SLOTS];
     const u8 *plain[PARTS * MOST_GROUPS + 1][6]; // of each warp, plain matrices of both halves; the first one, then the second one, as both
 };
+
+static_assert(sizeof(Choice) <= 9 << 10, "shared memory beside what the host asks for: `STATIC`");
 
 /// Numbers that depend on the shape alone.
 struct Sizes {
@@ -90,9 +92,6 @@ DEVICE int thread_again() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
-
-/// Waits for `warps` warps of a block, which share named barrier `name`.
-DEVICE void together(int name, int warps) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(32 * warps) : "memory"); }
 
 /// Neighbouring rows as they lie in a file, in whole words of 16 bytes; none of plain numbers, which stay where they are.
 struct Lines {
@@ -255,16 +254,16 @@ DEVICE void gate_and_up(const FewExperts &p, Choice &choice, u8 *shared, int fir
             int planes = p.planes_at + (number >= rows_end - of_row ? spans_of(p.cols) * PLANES : 0);
             barrier_wait(barrier_of(choice, slot), (turn & p.slots) != 0);
             if (here) multiply_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, choice.odd[slot], planes, part, to);
-            together(1 + group, PARTS);
+            meet(1 + group, 32 * PARTS);
             // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
             int ahead = number + p.slots * p.groups;
             if (here && part == turn % PARTS) store_item(p, item, (const float *)(shared + to));
             if (part == (turn + 1) % PARTS && ahead < end) bring_item(p, choice, Eight::at(p, ahead), shared_address(shared), slot);
         }
         if (rows_end >= end) break;
-        together(15, PARTS * p.groups);
+        meet(15, 32 * PARTS * p.groups);
         stage_x(p, shared, rows_end / of_row, warp, PARTS * p.groups);
-        together(15, PARTS * p.groups);
+        meet(15, 32 * PARTS * p.groups);
     }
 }
 
@@ -276,7 +275,7 @@ DEVICE int low_row() {
 
 /// Multiplies eight numbers of each lane, a span of one of `width` numbers, with a tile of an expert whose first row lies at `at`, and
 /// leaves 16 sums. `planes`: of this warp.
-DEVICE void multiply_tile(const FewExperts &p, Choice &choice, const Experts &e, u32 expert, const float x[8], int width, u8 *shared, int at,
+DEVICE void multiply_rows(const FewExperts &p, Choice &choice, const Experts &e, u32 expert, const float x[8], int width, u8 *shared, int at,
                           int tile, int span, int table, int to) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = low_row(), planes = p.scratch_at + warp * PLANES;
     float sums[2] = {};
@@ -314,7 +313,7 @@ DEVICE void multiply_shared(const FewExperts &p, Choice &choice, u8 *shared, int
 #pragma unroll
         for (int k = 0; k < 8; k++) gate[k] = silu(gate[k]) * up[k];
         barrier_wait(barrier_of(choice, SHARED_BARRIER), tile / gridDim.x & 1);
-        multiply_tile(p, choice, p.shared, 0, gate, p.shared_cols, shared, p.shared_at + odd, tile, span, p.table_at[3], sums + i * TILE * 4);
+        multiply_rows(p, choice, p.shared, 0, gate, p.shared_cols, shared, p.shared_at + odd, tile, span, p.table_at[3], sums + i * TILE * 4);
     }
 }
 
@@ -359,16 +358,18 @@ DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int t
     for (int end = turn + Turn::of_tile(p); turn < end; turn++) {
         int pair = Turn::at(p, group, turn).pair, place = turn & (p.down_slots - 1), slot = group * p.down_slots + place;
         u32 expert = pair < p.count * p.used ? choice.pairs[pair] : NOTHING;
+        // Also where nothing comes: a phase that nobody waits for might not be over when the next one is waited for.
+        if (expert == NOTHING) barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot), (turn & p.down_slots) != 0);
 #pragma unroll 1
         for (int span = expert == NOTHING ? spans : part; span < spans; span += parts) {
             float x[8];
             int column = span * SPAN + threadIdx.x % 32 * 8;
             inner_numbers(p.inner + (long)pair * p.width + column, column < p.width, x);
             barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot), (turn & p.down_slots) != 0);
-            multiply_tile(p, choice, p.down, expert, x, p.width, shared, down_place(p, group, place) + choice.down_odd[slot], tile, span,
+            multiply_rows(p, choice, p.down, expert, x, p.width, shared, down_place(p, group, place) + choice.down_odd[slot], tile, span,
                           p.table_at[2], p.sums_at + (pair * spans + span) * TILE * 4);
         }
-        if (parts == 2) together(1 + group, 2);
+        if (parts == 2) meet(1 + group, 64);
         else __syncwarp();
         if (part == 0) bring_turn(p, choice, shared_address(shared), group, turn + p.down_slots);
     }
@@ -400,7 +401,7 @@ DEVICE void store_output(const FewExperts &p, const Choice &choice, const Output
 #pragma unroll 2
     for (int s = 0; s < shared_spans; s++) total += of_shared[s * TILE];
     if (p.first) total *= sigmoid(out.share);
-#pragma unroll 5
+#pragma unroll 4
     for (int e = 0; e < p.used; e++) {
         int2 one = choice.ascending[row][e];
         const float *at = from + max(one.x, 0) * spans * TILE;
@@ -417,7 +418,7 @@ DEVICE void store_output(const FewExperts &p, const Choice &choice, const Output
 }
 
 /// Waits until all blocks have come here; what they stored before is there then. By one thread of each.
-DEVICE void meet(u32 *meeting) {
+DEVICE void meet_all(u32 *meeting) {
     u32 before, here;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(meeting + 1) : "memory");
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(here) : "l"(meeting) : "memory");
@@ -484,7 +485,7 @@ DEVICE void prepare(const FewExperts &p, Choice &choice, u8 *shared, const Roles
     for (int i = by.thread; i < ZEROS / 4; i += by.threads) ((u32 *)shared)[i] = 0;
     fill_table_of(p.gate.type, (u32 *)(shared + p.table_at[0]), by);
     if (p.up.type != p.gate.type) fill_table_of(p.up.type, (u32 *)(shared + p.table_at[1]), by);
-    if (p.table_at[3] > ZEROS) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[3]), by);
+    if (p.first && p.table_at[3] > 0) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[3]), by);
 }
 
 /// Grid: a block for each multiprocessor, or fewer.
@@ -518,7 +519,7 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
     __syncthreads();
     // More of down comes where gate and up have been, and its table where theirs was, while the blocks meet.
     int thread = thread_again();
-    if (thread == blockDim.x - 1) meet(p.meeting);
+    if (thread == blockDim.x - 1) meet_all(p.meeting);
     if (thread / 32 < Sizes::warps(p)) bring_turns(p, choice, base, 1, p.down_slots);
     if (p.down.type != p.gate.type) fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {thread, (int)blockDim.x});
     __syncthreads();

@@ -6,8 +6,10 @@
 //
 // A block has some neighbouring tiles of 16 outputs and some plain rows. Each warp has one span of 256 columns, or several; if K is
 // short, groups of warps share the work: they stage x row by row in turns, and multiply tile by tile. A warp waits for those of its
-// span alone, so that the one that asks for weights keeps no other. What a norm divides by is applied to the sums. Tiles lie in shared memory in file form: four neighbouring rows, a quad, by one copy, in a window of whole
-// words of 16 bytes. Rows that a warp reads together are of different quads, which lie in different banks.
+// span alone, so that the one that asks for weights keeps no other. What a norm divides by is applied to the sums.
+//
+// Tiles lie in shared memory in file form: four neighbouring rows, a quad, by one copy, in a window of whole words of 16 bytes. Rows
+// that a warp reads together are of different quads, which lie in different banks.
 //
 // Shared memory: x ([row][span] records of SPAN_X), sums of tiles ([tile][part][row][16]), what those are added to ([tile][row][16]),
 // parts of plain rows' results ([plain][FEW][span]), plain rows, tiles.

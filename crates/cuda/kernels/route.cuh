@@ -9,7 +9,7 @@ DEVICE u32 order_of(float x) {
 const int KEYS_OF_LANE = 16;
 
 /// Chooses where every lane's keys fit its registers: lane l holds those of the experts l, l + 32, … Returns false where keys are
-/// no numbers, or too many are alike. Stores `ids` and logits; `list`: 32 numbers.
+/// no numbers, or too many are alike. Stores `ids` and logits; `list`: 32 numbers, or one for each expert if there are fewer.
 DEVICE bool choose_listed(const float *logits, const u32 own[KEYS_OF_LANE], u32 best, int used, u32 *list, u32 *ids, float *values) {
     int lane = threadIdx.x % 32, count = 0, rank = 0;
     // At least `used` keys are no less than the `used`-th of what lanes hold most; than a later one where some are alike.
@@ -97,14 +97,18 @@ DEVICE void weigh_experts(const u32 *ids, int used, float *weights, u32 *order) 
     int lane = threadIdx.x % 32, rank = 0, own = lane < used ? lane : 0;
     u32 id = ids[own];
 #pragma unroll 1
-    for (int j = 0; j < used; j++) rank += __shfl_sync(~0u, id, j) < id;
+    for (int j = 0; j < used; j++) {
+        // Where logits are no numbers the same expert may stand twice.
+        u32 other = __shfl_sync(~0u, id, j);
+        rank += other < id || (other == id && j < lane);
+    }
     if (lane < used) order[rank] = lane;
     float logit = weights[own], most = __shfl_sync(~0u, logit, 0), weight = lane < used ? expf(logit - most) : 0.0f, total = warp_sum(weight);
     __syncwarp(); // lanes without a choice have read the first one's
     if (lane < used) weights[lane] = weight / total;
 }
 
-/// Both.
+/// The choice with weights and order.
 DEVICE void choose(const float *logits, int experts, int used, u32 *keys, u32 *ids, float *weights, u32 *order) {
     choose_experts(logits, experts, used, keys, ids, weights);
     weigh_experts(ids, used, weights, order);

@@ -48,7 +48,7 @@ DEVICE u32 shared_word(u32 address) {
 }
 
 /// How bytes at an even address of shared memory lie in words of 4.
-DEVICE u32 order_of(u32 address) { return address & 2 ? 0x5432 : 0x3210; }
+DEVICE u32 halves_at(u32 address) { return address & 2 ? 0x5432 : 0x3210; }
 
 /// Eight bytes, some words behind an address of this order.
 DEVICE uint2 eight_at(u32 address, u32 order, int behind) {
@@ -263,7 +263,7 @@ template <> struct Span<Q6_K> {
         int whole[SETS][4] = {};
         u32 first_half = t < 2 ? ~0u : 0u;
         // Rows two apart lie whole words apart.
-        u32 at[2] = {shared_address(low), shared_address(high)}, own[2] = {at[0] + 8 * t, at[1] + 8 * t}, order = order_of(at[0]);
+        u32 at[2] = {shared_address(low), shared_address(high)}, own[2] = {at[0] + 8 * t, at[1] + 8 * t}, order = halves_at(at[0]);
         float rest[4] = {};
 #pragma unroll
         for (int which = 0; which < 2; which++) {
@@ -340,7 +340,7 @@ template <> struct Span<Q8_0> {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             own[0][i] = shared_address(low) + 2 + 8 * t + i * Q8_0::BYTES, own[1][i] = shared_address(high) + 2 + 8 * t + i * Q8_0::BYTES;
-            orders[i] = order_of(own[0][i]);
+            orders[i] = halves_at(own[0][i]);
         }
         float sums[SETS][2] = {};
 #pragma unroll

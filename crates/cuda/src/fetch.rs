@@ -10,7 +10,8 @@ use model::{ExpertSource, ExpertTensor, LayerCall, MappedExperts, Matrix, Model,
 use quant::Type;
 
 use crate::driver::{Buffer, Device, Function, Module, Pinned, Queue, failed};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::graph::Graphs;
 use crate::linear::Decode;
 use crate::moe::{Done, Gates};
 use crate::open::{LAYERED, Open};
@@ -366,6 +367,12 @@ impl Cuda {
         self.device.bind().map_err(failed("making room for experts"))?;
         let routers = self.plain_routers().map_err(failed("making room for experts"))?;
         let tables = self.tables_of(&home);
+        if bytes < tables.bytes(0) {
+            let (device, free) = (self.options.device, bytes as usize);
+            return Err(Error::Memory { device, free, needed: tables.bytes(1) as usize });
+        }
+        // What was recorded names the slots of before.
+        self.graphs = Graphs::default();
         let fetch = Fetch::new(&self.device, &self.target, home, (&tables, bytes), routers)?;
         let rows = fetch.rows();
         self.fetch = Some(fetch);

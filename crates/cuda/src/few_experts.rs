@@ -1,13 +1,15 @@
 //! Experts of passes of single rows.
 
+use model::Spec;
 use quant::Type;
 
-use crate::Cuda;
+use crate::driver::Device;
 use crate::few::{FEW, FewExperts, SLACK, SPAN, TILE};
 use crate::moe::{Done, Gates, Mask};
 use crate::open::Open;
-use crate::sources::whole_table_bytes;
-use crate::weights::{Experts, Triplet};
+use crate::sources::{Target, whole_table_bytes};
+use crate::weights::{DeviceWeights, Experts, Triplet};
+use crate::{Cuda, Error};
 
 /// Parameters of `few_experts`.
 #[derive(Clone, Copy)]
@@ -79,7 +81,7 @@ struct Shape {
 
 /// What a launch has to fit.
 #[derive(Clone, Copy, Debug)]
-struct Gpu {
+pub(crate) struct Gpu {
     /// Bytes of shared memory of a block.
     shared: usize,
     /// The same of what kernels were compiled for, which says how large their tables are.
@@ -112,7 +114,43 @@ fn lines(ty: Type, rows: usize, cols: usize) -> usize {
     }
 }
 
+impl Gpu {
+    /// For one of `present` backends.
+    pub(crate) fn of(device: &Device, target: &Target, present: usize) -> Gpu {
+        let processors = (device.processors as usize / present).max(1);
+        Gpu { shared: device.shared, compiled_for: target.shared, processors }
+    }
+}
+
+/// Refuses layers of which not even one row's experts fit a block's shared memory.
+pub(crate) fn check(spec: &Spec, weights: &DeviceWeights, gpu: Gpu) -> crate::Result<()> {
+    for (triplet, layer) in weights.experts.iter().zip(&weights.dense.layers) {
+        let shared = &layer.moe.shared_down;
+        let found = Shape::of(spec, *triplet, (shared.ty, shared.cols)).layout(gpu).1 + STATIC;
+        if found > gpu.shared {
+            let what = "the shared memory that the experts of a layer take, in bytes";
+            let expected =
+                "no more than a block of this GPU has; other GPUs have more, or use `--backend cpu`";
+            return Err(Error::Shape { what, found, expected });
+        }
+    }
+    Ok(())
+}
+
 impl Shape {
+    /// Of one row and a layer's experts, and the shared one's down matrix: its type and columns.
+    fn of(spec: &Spec, [gate, up, down]: Triplet, (shared, shared_cols): (Type, usize)) -> Shape {
+        Shape {
+            types: [gate.ty, up.ty, down.ty, shared],
+            rows: 1,
+            cols: spec.hidden,
+            width: gate.rows,
+            shared_cols,
+            experts: spec.moe.experts,
+            used: spec.moe.used,
+        }
+    }
+
     /// The layout, and what it takes.
     fn layout(&self, gpu: Gpu) -> (Layout, usize) {
         let items = self.rows * self.used * self.width.div_ceil(8);
@@ -206,7 +244,7 @@ impl Cuda {
         };
         let first = !open.summed;
         open.summed = true;
-        let shape = self.shape(triplet, &shared);
+        let shape = Shape::of(&self.model.spec, triplet, (shared.ty, shared.cols));
         let mut row = 0;
         while row < rows {
             let count = shape.most_rows(rows - row, self.gpu());
@@ -218,23 +256,7 @@ impl Cuda {
     }
 
     fn gpu(&self) -> Gpu {
-        // All blocks have to be there at once, beside those of other parts.
-        let processors = (self.device.processors as usize / self.sharers).max(1);
-        Gpu { shared: self.device.shared, compiled_for: self.target.shared, processors }
-    }
-
-    /// The shape of a layer's experts, for one row.
-    fn shape(&self, [gate, up, down]: Triplet, shared: &Experts) -> Shape {
-        let spec = &self.model.spec;
-        Shape {
-            types: [gate.ty, up.ty, down.ty, shared.ty],
-            rows: 1,
-            cols: spec.hidden,
-            width: gate.rows,
-            shared_cols: shared.cols,
-            experts: spec.moe.experts,
-            used: spec.moe.used,
-        }
+        Gpu::of(&self.device, &self.target, self.presence.count())
     }
 
     /// The same of the rows of a shape, from `row` on.
@@ -302,8 +324,16 @@ mod tests {
             ("MOST_SLOTS", MOST_SLOTS),
             ("PLANES", PLANES),
             ("ZEROS", ZEROS),
+            ("FEW", FEW),
+            ("TILE", TILE),
+            ("SPAN", SPAN),
         ] {
-            let sources = [include_str!("../kernels/few_experts.cu"), include_str!("../kernels/planes.cuh")];
+            let sources = [
+                include_str!("../kernels/few_experts.cu"),
+                include_str!("../kernels/planes.cuh"),
+                include_str!("../kernels/few.cuh"),
+                include_str!("../kernels/spans.cuh"),
+            ];
             assert_eq!(crate::sources::constant(&sources, name), value, "{name}");
         }
     }
@@ -326,6 +356,7 @@ mod tests {
             [T::IQ1_M, T::IQ1_M, T::IQ2_XS, T::Q4_K],
             [T::IQ2_S, T::IQ2_S, T::MXFP4, T::IQ4_XS],
             [T::IQ4_XS, T::IQ4_NL, T::Q6_K, T::Q8_0],
+            [T::Q6_K, T::Q6_K, T::Q6_K, T::IQ4_XS],
             [T::Q8_0, T::Q8_0, T::Q8_0, T::Q8_0],
             [T::F32, T::F32, T::F32, T::F32],
         ]
@@ -351,6 +382,25 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn wider_models_fit_or_are_refused() {
+        use Type as T;
+        let needed = |hidden, width, ty, shared: usize| {
+            let shape = Shape { cols: hidden, width, shared_cols: width, ..of_80b([ty, ty, ty, T::Q8_0], 1) };
+            shape.layout(gpu(shared, 46)).1 + STATIC
+        };
+        for (hidden, width, ty, fits_99) in [
+            (3072, 1024, T::IQ2_XXS, true),
+            (4096, 1024, T::IQ2_XXS, true),
+            (3072, 1024, T::Q8_0, false),
+            (4096, 1024, T::Q6_K, false),
+            (8192, 1024, T::Q4_K, false),
+        ] {
+            assert_eq!(needed(hidden, width, ty, 99 << 10) <= 99 << 10, fits_99, "{hidden} of {ty}");
+            assert!(needed(hidden, width, ty, 227 << 10) <= 227 << 10, "{hidden} of {ty}");
         }
     }
 
@@ -387,7 +437,9 @@ mod tests {
                         let end = if table(3) > 0 { l.table_at[3] } else { l.planes_at };
                         assert!(l.table_at[i] + table(i) <= end);
                     }
-                    assert!(table(3) == 0 || l.table_at[3] + table(3) <= l.planes_at);
+                    // 0 says that there is none.
+                    assert_eq!(table(3) == 0, l.table_at[3] == 0, "{types:?}");
+                    assert!(l.table_at[3] + table(3) <= l.planes_at);
                     assert!(l.planes_at + (rows.min(2) * 8 * PLANES) as i32 <= l.scratch_at);
                     assert!(l.scratch_at + (warps + 1) * PLANES as i32 <= l.sums_at);
                     assert!(l.sums_at + (rows * 22 * TILE * 4) as i32 <= l.items_at);

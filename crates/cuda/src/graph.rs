@@ -33,6 +33,8 @@ struct Key {
     rows: usize,
     parts: usize,
     logits: usize,
+    /// Backends on the GPU, which say how many blocks may wait for one another.
+    present: usize,
     memory: u64,
 }
 
@@ -166,6 +168,6 @@ impl Cuda {
         open.buffers.addresses().for_each(|at| at.hash(&mut hasher));
         self.scratch.addresses().for_each(|at| at.hash(&mut hasher));
         let (rows, logits, memory) = (open.pass.rows(), open.pass.logits.len(), hasher.finish());
-        Key { rows, parts: open.parts, logits, memory }
+        Key { rows, parts: open.parts, logits, present: self.presence.count(), memory }
     }
 }

@@ -38,6 +38,7 @@ mod peaks;
 mod pipeline;
 mod place;
 mod plan;
+mod presence;
 mod slots;
 mod sources;
 mod spans;
@@ -69,6 +70,7 @@ use open::{Buffers, Open, Scratch};
 use pace::Pace;
 pub use pipeline::Pipeline;
 pub use plan::{Memory, free_memory};
+use presence::Presence;
 use slots::Arena;
 pub use sources::{Source, Target};
 use state::DeviceState;
@@ -127,8 +129,7 @@ pub struct Cuda {
     fetch: Option<Fetch>,
     /// Where blocks of `few_experts` meet: two numbers.
     meeting: driver::Buffer,
-    /// Parts of a model on this GPU, of each of which such blocks may wait for one another at a time.
-    sharers: usize,
+    presence: Presence,
     kernels: Kernels,
     target: Target,
     device: Arc<Device>,
@@ -172,6 +173,8 @@ impl Cuda {
         let kernels = Kernels::new(&device, &target, whole, (limits.kv, options.decode_experts))?;
         let weights = DeviceWeights::new(&device, &model, weights, options.slots.is_none())?;
         let state = DeviceState::new(&device, &model.spec, limits.kv, limits.positions);
+        let presence = Presence::on(options.device);
+        few_experts::check(&model.spec, &weights, few_experts::Gpu::of(&device, &target, 1))?;
         let meeting = device.allocate(8).map_err(failed("meeting"))?;
         device.zero(meeting.at, 8).map_err(failed("meeting"))?;
         let capabilities = Capabilities {
@@ -202,7 +205,7 @@ impl Cuda {
             arenas: Vec::new(),
             fetch: None,
             meeting,
-            sharers: 1,
+            presence,
             kernels,
             target,
             device,

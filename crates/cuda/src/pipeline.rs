@@ -59,9 +59,7 @@ impl Pipeline {
             let part = Arc::new(model.part(layers.clone()));
             let weights = part.load(&mut |_, _| {}).map_err(crate::Error::Model)?;
             let options = Options { device, ..options };
-            let mut cuda = Cuda::part_of(model, part, &weights, limits, options)?;
-            cuda.sharers = gpus.iter().filter(|&&gpu| gpu == device).count();
-            Ok(Part { layers, cuda })
+            Ok(Part { layers, cuda: Cuda::part_of(model, part, &weights, limits, options)? })
         };
         let parts: Vec<crate::Result<Part>> = std::thread::scope(|scope| {
             let start = &start;

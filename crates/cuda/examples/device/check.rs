@@ -80,6 +80,11 @@ pub fn run(model: &Path, only: &[&str]) -> ExitCode {
         let options = TinyOptions::quantised(ty, ty);
         check(&format!("type {ty}"), &|| stages(options, 70, KvType::F16) + &stages(options, 1, KvType::F16));
     }
+    // The shared expert's table beside experts without one.
+    for (dense, experts) in [(Type::IQ4_NL, Type::F32), (Type::IQ4_XS, Type::Q6_K)] {
+        let options = TinyOptions::quantised(dense, experts);
+        check(&format!("types {dense} and {experts}"), &|| stages(options, 1, KvType::F16));
+    }
     check("model logits", &|| logits(model));
     check("model text", &|| greedy_text(model));
     check("model bits", &|| {
