@@ -13,7 +13,7 @@
 // What is of experts that a wave has not is gone through as well, with nothing to copy or multiply.
 //
 // Shared memory: zeros, tables, two rows of x as planes, planes of each warp, sums of down ([pair][span][16], [row][span][16]; before
-// that the keys of `choose`), sums of items, the shared expert's tile, the first slots of down, the slots of gate and up, in which
+// that the keys of `choose_experts`), sums of items, the shared expert's tile, the first slots of down, the slots of gate and up, in which
 // more of down come later.
 
 const int PARTS = 4;                       // warps that share the columns of an item

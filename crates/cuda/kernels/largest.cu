@@ -14,9 +14,7 @@ struct Largest {
 
 /// Larger for larger numbers, largest for those that are not finite, never 0; 0 and −0 are the same.
 DEVICE u32 rank(float x) {
-    u32 bits = __float_as_uint(x + 0.0f);
-    if ((bits & 0x7f800000u) == 0x7f800000u) return 0xffffffffu;
-    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+    return (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u ? 0xffffffffu : order_of(x + 0.0f);
 }
 
 /// Grid: pieces, rows.

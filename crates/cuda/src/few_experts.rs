@@ -171,10 +171,17 @@ impl Shape {
         self.place(groups, slots, gpu)
     }
 
-    /// Rows of `left` that are computed at once: as many as there is shared memory for. Bits do not depend on it.
-    fn most_rows(&self, left: usize, gpu: Gpu) -> usize {
-        let fits = |&rows: &usize| Shape { rows, ..*self }.layout(gpu).1 + STATIC <= gpu.shared;
-        (1..=left.min(FEW)).rev().find(fits).unwrap_or(1)
+    /// With as many rows of `left` as there is shared memory for, or one, which `check` found room for; bits do not depend on it.
+    /// Their layout, and what it takes.
+    fn most_rows(&self, left: usize, gpu: Gpu) -> (Shape, Layout, usize) {
+        let mut shape = Shape { rows: left.min(FEW), ..*self };
+        loop {
+            let (layout, bytes) = shape.layout(gpu);
+            if bytes + STATIC <= gpu.shared || shape.rows == 1 {
+                return (shape, layout, bytes);
+            }
+            shape.rows -= 1;
+        }
     }
 
     fn place(&self, groups: usize, slots: usize, gpu: Gpu) -> (Layout, usize) {
@@ -245,18 +252,15 @@ impl Cuda {
         let first = !open.summed;
         open.summed = true;
         let shape = Shape::of(&self.model.spec, triplet, (shared.ty, shared.cols));
+        let gpu = Gpu::of(&self.device, &self.target, self.presence.count());
         let mut row = 0;
         while row < rows {
-            let count = shape.most_rows(rows - row, self.gpu());
-            let shape = Shape { rows: count, ..shape };
-            self.few_experts_rows(open, (triplet, shared), (row, shape), inner, (mask, first, last))?;
-            row += count;
+            let fitting = shape.most_rows(rows - row, gpu);
+            let matrices = (triplet, shared);
+            self.few_experts_rows(open, matrices, (row, fitting, gpu), inner, (mask, first, last))?;
+            row += fitting.0.rows;
         }
         Ok(())
-    }
-
-    fn gpu(&self) -> Gpu {
-        Gpu::of(&self.device, &self.target, self.presence.count())
     }
 
     /// The same of the rows of a shape, from `row` on.
@@ -264,7 +268,7 @@ impl Cuda {
         &self,
         open: &Open,
         ([gate, up, down], shared): (Triplet, Experts),
-        (row, shape): (usize, Shape),
+        (row, (shape, layout, bytes), gpu): (usize, (Shape, Layout, usize), Gpu),
         inner: u64,
         (mask, first, last): (Mask, bool, bool),
     ) -> Done {
@@ -274,7 +278,6 @@ impl Cuda {
         let gates = buffers.gates.at() + 4 * (row * columns.stride) as u64;
         let chosen = 4 * (row * used) as u64;
         let rows = 4 * (row * hidden) as u64;
-        let (layout, bytes) = shape.layout(self.gpu());
         let p = Single {
             mask,
             gate: self.few_experts(gate),
@@ -306,7 +309,7 @@ impl Cuda {
         };
         // All blocks have to be there at once: they meet.
         let items = count * used * gate.rows.div_ceil(8);
-        let blocks = self.gpu().processors.min(items.max(hidden.div_ceil(TILE)));
+        let blocks = gpu.processors.min(items.max(hidden.div_ceil(TILE)));
         let threads = 32 * (PARTS * layout.groups as usize + 1);
         self.device.launch(&self.kernels.few_experts, (blocks, 1, 1), threads, bytes, &p)
     }
@@ -368,9 +371,11 @@ mod tests {
             for processors in [16, 46, 72, 108, 132, 170] {
                 for types in mixes() {
                     for left in 1..=2 * FEW {
-                        let rows = of_80b(types, 1).most_rows(left, gpu(shared, processors));
+                        let (shape, layout, bytes) =
+                            of_80b(types, 1).most_rows(left, gpu(shared, processors));
+                        let rows = shape.rows;
                         assert!((1..=left.min(FEW)).contains(&rows));
-                        let (layout, bytes) = of_80b(types, rows).layout(gpu(shared, processors));
+                        assert_eq!((layout, bytes), of_80b(types, rows).layout(gpu(shared, processors)));
                         assert!(
                             bytes + STATIC <= shared,
                             "{types:?}, {rows} rows: {bytes} of {shared} bytes"
@@ -417,8 +422,9 @@ mod tests {
     #[test]
     fn fewer_rows_where_there_is_little_shared_memory() {
         use Type as T;
-        assert_eq!(of_80b(mixes()[0], 1).most_rows(16, gpu(99 << 10, 46)), FEW);
-        let rows = of_80b([T::IQ2_S, T::IQ3_XXS, T::MXFP4, T::IQ4_XS], 1).most_rows(16, gpu(99 << 10, 46));
+        assert_eq!(of_80b(mixes()[0], 1).most_rows(16, gpu(99 << 10, 46)).0.rows, FEW);
+        let rows =
+            of_80b([T::IQ2_S, T::IQ3_XXS, T::MXFP4, T::IQ4_XS], 1).most_rows(16, gpu(99 << 10, 46)).0.rows;
         assert!((2..FEW).contains(&rows), "{rows} rows");
     }
 
