@@ -1,6 +1,7 @@
 // Experts of up to eight rows of x, in one kernel: their choice, gate and up, and down, with the shared expert's.
 //
-// A block stands on each multiprocessor; all of them meet once, when the inner numbers are there. What does not depend on the choice
+// A block stands on each multiprocessor. Inner numbers pass from block to block as they are made: their places hold a mark until then,
+// and who needs them looks until it is gone, so that nobody waits for what he does not need. What does not depend on the choice
 // (tables, the shared expert's tile) is fetched or made before it is known; behind it each block asks at once for the first matrices
 // of both halves of its work. Neighbouring rows of a matrix lie together in a file and come by one copy.
 //
@@ -22,6 +23,7 @@ const int EXPERTS_THREADS = 32 * (PARTS * MOST_GROUPS + 1);
 const int MOST_SLOTS = 4;                  // of a group
 const int MOST_DOWN = PARTS * MOST_GROUPS; // groups of down
 const u32 NOTHING = 0xffffffffu;           // no expert of this wave
+const u32 MARK = 0xffffffffu;              // the bits of an inner number that is not there yet: no result has them
 
 /// Experts of a wave, one bit each.
 struct Mask {
@@ -29,6 +31,12 @@ struct Mask {
 };
 
 DEVICE bool has(const Mask &mask, u32 expert) { return mask.bits[expert / 32] >> (expert % 32) & 1; }
+
+/// Bytes that are brought to the second cache, so many by each block.
+struct Ahead {
+    const u8 *at;
+    u32 bytes, share;
+};
 
 struct FewExperts {
     Mask mask;
@@ -38,12 +46,14 @@ struct FewExperts {
     u32 *ids;                               // [count, used], and so on: the choice, stored by the first block
     float *weights;
     u32 *order;
-    float *inner;                           // [count, used, width]: SiLU(gate · x) ⊙ (up · x)
+    float *inner;                           // [2, inner_room], of which [count, used, width]: SiLU(gate · x) ⊙ (up · x)
     const float *shared_gate, *shared_up;   // of the shared expert: [count, …] rows of `gates_stride`, `shared_cols` of each
     const float *share;                     // [count] of rows of `gates_stride`: sigmoid of it times the shared expert's output
     float *sum;                             // [count, cols]: left by the wave before, and for the next
     float *hidden;                          // [count, cols]
-    u32 *meeting;                           // how many blocks are there, and how often all were
+    u32 *launches;                          // how many blocks know the second number: of launches before
+    Ahead ahead[4];                         // what the kernels behind this one read next
+    int inner_room;
     int width, cols, experts, used, gates_stride, count, shared_cols;
     int first, last;                        // whether this is the first and the last wave
     int groups, slots, down_slots;          // slots: of each group, powers of two
@@ -61,6 +71,7 @@ struct Choice {
     u64 barriers[MOST_GROUPS * MOST_SLOTS + MOST_DOWN * MOST_SLOTS + 1];
     int2 odd[MOST_GROUPS * MOST_SLOTS];     // bytes from where copies of gate and up begin to what they bring
     int down_odd[MOST_DOWN * MOST_SLOTS];
+    float *inner, *other;                   // the inner numbers of this launch, and where those of the next one will be
     const u8 *plain[PARTS * MOST_GROUPS + 1][6]; // of each warp, plain matrices of both halves; the first one, then the second one, as both
 };
 
@@ -98,8 +109,9 @@ struct Lines {
     const u8 *from;
     int odd, bytes;
 
-    DEVICE Lines of(const Experts &e, const u8 *matrix, int first, int count) {
-        const u8 *from = matrix + (long)first * e.row_bytes;
+    DEVICE Lines of(const Experts &e, const u8 *matrix, int first, int count) { return at(e, matrix + (long)first * e.row_bytes, count); }
+
+    DEVICE Lines at(const Experts &e, const u8 *from, int count) {
         Lines lines;
         lines.odd = (int)(u64)from & 15;
         lines.from = from - lines.odd, lines.bytes = e.plain || count == 0 ? 0 : (lines.odd + count * e.row_bytes + 15) & ~15;
@@ -148,12 +160,21 @@ struct Eight {
     }
 };
 
+/// Where an item's rows begin in a matrix of gate and of up, in bytes: all but its expert, worked out before that is known.
+struct Begins {
+    u32 gate, up;
+
+    DEVICE Begins of(const FewExperts &p, const Eight &item) {
+        return {(u32)(item.tile * 8 * p.gate.row_bytes), (u32)(item.tile * 8 * p.up.row_bytes)};
+    }
+};
+
 /// Begins to copy an item's rows of gate and up to a slot, by a warp.
-DEVICE void bring_item(const FewExperts &p, Choice &choice, const Eight &item, u32 shared, int slot) {
-    u32 expert = choice.pairs[item.pair], to = shared + p.slots_at + slot * p.slot_bytes;
-    int first = item.tile * 8, count = expert == NOTHING ? 0 : min(8, p.width - first);
+DEVICE void bring_item(const FewExperts &p, Choice &choice, int pair, const Begins &begins, u32 shared, int slot) {
+    u32 expert = choice.pairs[pair], to = shared + p.slots_at + slot * p.slot_bytes;
+    int count = expert == NOTHING ? 0 : 8;
     if (expert == NOTHING) expert = 0;
-    Lines gate = Lines::of(p.gate, matrix_of(p.gate, expert), first, count), up = Lines::of(p.up, matrix_of(p.up, expert), first, count);
+    Lines gate = Lines::at(p.gate, matrix_of(p.gate, expert) + begins.gate, count), up = Lines::at(p.up, matrix_of(p.up, expert) + begins.up, count);
     if (threadIdx.x % 32 == 0) choice.odd[slot] = make_int2(gate.odd, up.odd);
     begin_copies(barrier_of(choice, slot), to, gate, to + p.high_at, up);
 }
@@ -229,14 +250,20 @@ DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item
     if (lane % 4 == 0) sums[0] = low, sums[8] = high;
 }
 
+/// Stores a number that another block looks for.
+DEVICE void store_relaxed(float *to, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
+
 /// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
-DEVICE void store_item(const FewExperts &p, const Eight &item, const float *sums) {
+DEVICE void store_item(const FewExperts &p, const Choice &choice, const Eight &item, const float *sums) {
     int lane = threadIdx.x % 32, output = item.tile * 8 + lane;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < PARTS; i++) sum += sums[i * TILE + lane % TILE];
     float up = __shfl_down_sync(~0u, sum, 8);
-    if (lane < 8 && output < p.width) p.inner[(long)item.pair * p.width + output] = silu(sum) * up;
+    float x = silu(sum) * up;
+    if (__float_as_uint(x) == MARK) x = __uint_as_float(0x7fffffffu);
+    // All eight in one store.
+    if (lane < 8 && output < p.width) store_relaxed(choice.inner + (long)item.pair * p.width + output, x);
 }
 
 /// The items `first` to `end` of a block, by all warps but the last; `row`: of the first one. Copies to all slots have begun.
@@ -257,8 +284,11 @@ DEVICE void gate_and_up(const FewExperts &p, Choice &choice, u8 *shared, int fir
             meet(1 + group, 32 * PARTS);
             // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
             int ahead = number + p.slots * p.groups;
-            if (here && part == turn % PARTS) store_item(p, item, (const float *)(shared + to));
-            if (part == (turn + 1) % PARTS && ahead < end) bring_item(p, choice, Eight::at(p, ahead), shared_address(shared), slot);
+            if (here && part == turn % PARTS) store_item(p, choice, item, (const float *)(shared + to));
+            if (part == (turn + 1) % PARTS && ahead < end) {
+                Eight next = Eight::at(p, ahead);
+                bring_item(p, choice, next.pair, Begins::of(p, next), shared_address(shared), slot);
+            }
         }
         if (rows_end >= end) break;
         meet(15, 32 * PARTS * p.groups);
@@ -317,11 +347,29 @@ DEVICE void multiply_shared(const FewExperts &p, Choice &choice, u8 *shared, int
     }
 }
 
-/// Eight inner numbers as other blocks have left them.
+DEVICE uint4 load_relaxed(const float *from) {
+    uint4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
+    return x;
+}
+
+DEVICE bool is_there(const uint4 &x) { return x.x != MARK && x.y != MARK && x.z != MARK && x.w != MARK; }
+
+/// Eight inner numbers of each lane, when they are there; of lanes that are not `inside`, zeros.
 DEVICE void inner_numbers(const float *from, bool inside, float x[8]) {
-    float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
-    if (inside) low = __ldcg((const float4 *)from), high = __ldcg((const float4 *)from + 1);
-    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+    uint4 low, high;
+    bool there;
+    u32 polls = 0;
+    do {
+        low = high = make_uint4(0, 0, 0, 0);
+        if (inside) low = load_relaxed(from), high = load_relaxed(from + 4);
+        there = is_there(low) && is_there(high);
+        // Some 20 s: a block is missing, which an error is better than.
+        if (++polls == 1u << 25) asm volatile("trap;");
+    } while (!__all_sync(~0u, there));
+    u32 bits[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = __uint_as_float(bits[i]);
 }
 
 /// What a group of down has in its turn: a pair of a tile. All groups have as many turns a tile, some of them with nothing to do.
@@ -345,7 +393,7 @@ DEVICE void bring_turn(const FewExperts &p, Choice &choice, u32 shared, int grou
 /// The same for the turns from `first` to `end` of this warp's group, by one of its warps.
 DEVICE void bring_turns(const FewExperts &p, Choice &choice, u32 shared, int first, int end) {
     int warp = thread_again() / 32, parts = Sizes::parts(p);
-    if (parts == 2 && warp % 2) return;
+    if (parts == 2 && warp % 2 == 0) return; // those have brought items, some of them
 #pragma unroll 1
     for (int turn = first; turn < end; turn++) bring_turn(p, choice, shared, parts == 2 ? warp / 2 : warp, turn);
 }
@@ -364,7 +412,7 @@ DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int t
         for (int span = expert == NOTHING ? spans : part; span < spans; span += parts) {
             float x[8];
             int column = span * SPAN + threadIdx.x % 32 * 8;
-            inner_numbers(p.inner + (long)pair * p.width + column, column < p.width, x);
+            inner_numbers(choice.inner + (long)pair * p.width + column, column < p.width, x);
             barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot), (turn & p.down_slots) != 0);
             multiply_rows(p, choice, p.down, expert, x, p.width, shared, down_place(p, group, place) + choice.down_odd[slot], tile, span,
                           p.table_at[2], p.sums_at + (pair * spans + span) * TILE * 4);
@@ -417,22 +465,33 @@ DEVICE void store_output(const FewExperts &p, const Choice &choice, const Output
     else p.sum[place] = total;
 }
 
-/// Waits until all blocks have come here; what they stored before is there then. By one thread of each.
-DEVICE void meet_all(u32 *meeting) {
+/// Finds out where this launch's inner numbers go, by one thread: to either half of their room by turns. The launch is counted when all
+/// blocks know.
+DEVICE void find_inner(const FewExperts &p, Choice &choice) {
     u32 before, here;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(meeting + 1) : "memory");
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(here) : "l"(meeting) : "memory");
-    if (here == gridDim.x - 1) {
-        asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(meeting) : "memory");
-        asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(meeting + 1), "r"(before + 1) : "memory");
-        return;
-    }
-    u32 now, polls = 0;
-    do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(meeting + 1) : "memory");
-        // Some 20 s: a block is missing, which an error is better than.
-        if (++polls == 1u << 26) asm volatile("trap;");
-    } while (now == before);
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(p.launches + 1) : "memory");
+    bool second = before & 1;
+    choice.inner = p.inner + (second ? p.inner_room : 0), choice.other = p.inner + (second ? 0 : p.inner_room);
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(here) : "l"(p.launches) : "memory");
+    if (here < gridDim.x - 1) return;
+    asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(p.launches) : "memory");
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p.launches + 1), "r"(before + 1) : "memory");
+}
+
+/// Marks this block's share of the places of the next launch's inner numbers, by a warp.
+DEVICE void mark_others(const FewExperts &p, const Choice &choice) {
+    int first = (blockIdx.x * 32 + threadIdx.x % 32) * 4;
+    for (int i = first; i < p.inner_room; i += gridDim.x * 32 * 4) *(uint4 *)(choice.other + i) = make_uint4(MARK, MARK, MARK, MARK);
+}
+
+/// Has this block's share of what is read behind this kernel brought to the second cache, by a warp: memory has nothing else to do.
+DEVICE void look_ahead(const FewExperts &p) {
+#if __CUDA_ARCH__ >= 900
+    int lane = threadIdx.x % 32;
+    if (lane > 3) return;
+    u32 from = blockIdx.x * p.ahead[lane].share, bytes = p.ahead[lane].bytes;
+    if (from < bytes) prefetch_bulk(p.ahead[lane].at + from, min(p.ahead[lane].share, bytes - from));
+#endif
 }
 
 /// The choice of row `row`, by a warp.
@@ -499,9 +558,11 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
     u32 base = shared_address(shared);
     int number = first + group + part * p.groups; // of the first item that this warp asks for
     Eight item = Eight::at(p, number);
+    Begins begins = Begins::of(p, item);
     Roles roles = Roles::of(p);
     prepare(p, choice, shared, roles);
     previous();
+    if (threadIdx.x == blockDim.x - 1) find_inner(p, choice);
     if (warp < roles.choosing) {
         for (int r = warp; r < p.count; r += roles.choosing) choose_row(p, choice, shared, r);
     } else if (warp < roles.choosing + roles.staging) {
@@ -509,20 +570,24 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
     }
     __syncthreads();
     if (warp < Sizes::warps(p)) {
-        if (part < p.slots && number < end) bring_item(p, choice, item, base, group * p.slots + part);
+        if (part < p.slots && number < end) bring_item(p, choice, item.pair, begins, base, group * p.slots + part);
         bring_turns(p, choice, base, 0, 1);
         gate_and_up(p, choice, shared, first, end, row);
     } else {
         for (int r = 0; r < p.count; r++) settle_choice(p, choice, r);
+        mark_others(p, choice);
     }
     if (Sizes::shared_spans(p)) multiply_shared(p, choice, shared, blockIdx.x);
     __syncthreads();
-    // More of down comes where gate and up have been, and its table where theirs was, while the blocks meet.
+    // More of down comes where gate and up have been, and its table where theirs was.
     int thread = thread_again();
-    if (thread == blockDim.x - 1) meet_all(p.meeting);
-    if (thread / 32 < Sizes::warps(p)) bring_turns(p, choice, base, 1, p.down_slots);
-    if (p.down.type != p.gate.type) fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {thread, (int)blockDim.x});
-    __syncthreads();
+    bool more = Turn::of_tile(p) > 1 || Sizes::tiles(p) > gridDim.x;
+    if (thread / 32 == Sizes::warps(p)) look_ahead(p);
+    else if (more) bring_turns(p, choice, base, 1, p.down_slots);
+    if (p.down.type != p.gate.type) {
+        fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {thread, (int)blockDim.x});
+        __syncthreads();
+    }
 #pragma unroll 1
     for (int tile = blockIdx.x, turn = 0; tile < Sizes::tiles(p); tile += gridDim.x, turn += Turn::of_tile(p)) {
         if (turn > 0 && Sizes::shared_spans(p)) {

@@ -1,14 +1,17 @@
 //! Experts of passes of single rows.
 
-use model::Spec;
+use std::sync::Arc;
+
+use cudarc::driver::DriverError;
+use model::{Mixer, Spec};
 use quant::Type;
 
-use crate::driver::Device;
+use crate::driver::{Buffer, Device};
 use crate::few::{FEW, FewExperts, SLACK, SPAN, TILE};
 use crate::moe::{Done, Gates, Mask};
 use crate::open::Open;
 use crate::sources::{Target, whole_table_bytes};
-use crate::weights::{DeviceWeights, Experts, Triplet};
+use crate::weights::{DeviceWeights, Experts, Matrix, Triplet};
 use crate::{Cuda, Error};
 
 /// Parameters of `few_experts`.
@@ -31,7 +34,9 @@ struct Single {
     share: u64,
     sum: u64,
     hidden: u64,
-    meeting: u64,
+    launches: u64,
+    ahead: [Ahead; 4],
+    inner_room: i32,
     width: i32,
     cols: i32,
     experts: i32,
@@ -42,6 +47,50 @@ struct Single {
     first: i32,
     last: i32,
     layout: Layout,
+}
+
+/// Bytes that are brought to the second cache while experts are computed, so many by each block.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct Ahead {
+    at: u64,
+    bytes: u32,
+    share: u32,
+}
+
+impl Ahead {
+    fn of(matrix: Matrix, blocks: usize) -> Ahead {
+        let bytes = matrix.rows * matrix.ty.bytes(matrix.cols).expect("rows are whole blocks") & !15;
+        let bytes = bytes.min(AHEAD);
+        let share = bytes.div_ceil(blocks).next_multiple_of(16);
+        Ahead { at: matrix.at, bytes: bytes as u32, share: share as u32 }
+    }
+}
+
+/// Bytes of a matrix that are brought ahead, at most: what memory has time for behind the experts' own.
+const AHEAD: usize = 6_000_000;
+
+/// The bits of an inner number that is not there yet.
+const MARK: u32 = u32::MAX;
+
+/// Where inner numbers of single rows' experts are handed from block to block.
+pub(crate) struct Inner {
+    /// Of two launches, which have a half by turns, as all others leave it: full of marks; behind them, what counts launches.
+    memory: Buffer,
+    /// Numbers of a half.
+    room: usize,
+}
+
+impl Inner {
+    /// For any layer of a model.
+    pub(crate) fn new(device: &Arc<Device>, spec: &Spec) -> Result<Inner, DriverError> {
+        let widest = spec.moe.widths.iter().copied().max().unwrap_or(0);
+        let room = FEW * spec.moe.used * widest;
+        let memory = device.allocate(4 * (2 * room + 2))?;
+        device.upload(&vec![MARK; 2 * room], memory.at)?;
+        device.zero(memory.at + 8 * room as u64, 8)?;
+        Ok(Inner { memory, room })
+    }
 }
 
 /// Where everything lies in a block's shared memory.
@@ -237,10 +286,8 @@ impl Cuda {
         (layer, triplet): (usize, Triplet),
         (mask, last): (Mask, bool),
     ) -> Done {
-        let (rows, width) = (open.pass.rows(), triplet[0].rows);
-        let used = self.model.spec.moe.used;
+        let rows = open.pass.rows();
         let shared = self.weights.dense.layers[layer].moe.shared_down;
-        let inner = self.scratch.inner.take(&self.device.clone(), 4 * rows * used * width)?;
         let shared = Experts {
             ty: shared.ty,
             rows: shared.rows,
@@ -257,7 +304,7 @@ impl Cuda {
         while row < rows {
             let fitting = shape.most_rows(rows - row, gpu);
             let matrices = (triplet, shared);
-            self.few_experts_rows(open, matrices, (row, fitting, gpu), inner, (mask, first, last))?;
+            self.few_experts_rows(open, (layer, matrices), (row, fitting, gpu), (mask, first, last))?;
             row += fitting.0.rows;
         }
         Ok(())
@@ -267,9 +314,8 @@ impl Cuda {
     fn few_experts_rows(
         &self,
         open: &Open,
-        ([gate, up, down], shared): (Triplet, Experts),
+        (layer, ([gate, up, down], shared)): (usize, (Triplet, Experts)),
         (row, (shape, layout, bytes), gpu): (usize, (Shape, Layout, usize), Gpu),
-        inner: u64,
         (mask, first, last): (Mask, bool, bool),
     ) -> Done {
         let (spec, buffers, count) = (&self.model.spec, &open.buffers, shape.rows);
@@ -278,6 +324,9 @@ impl Cuda {
         let gates = buffers.gates.at() + 4 * (row * columns.stride) as u64;
         let chosen = 4 * (row * used) as u64;
         let rows = 4 * (row * hidden) as u64;
+        // All blocks have to be there at once: they wait for one another's numbers.
+        let items = count * used * gate.rows.div_ceil(8);
+        let blocks = gpu.processors.min(items.max(hidden.div_ceil(TILE)));
         let p = Single {
             mask,
             gate: self.few_experts(gate),
@@ -289,13 +338,15 @@ impl Cuda {
             ids: buffers.ids.at() + chosen,
             weights: buffers.weights.at() + chosen,
             order: buffers.order.at() + chosen,
-            inner,
+            inner: self.inner.memory.at,
             shared_gate: gates + 4 * columns.gate as u64,
             shared_up: gates + 4 * columns.up as u64,
             share: gates + 4 * columns.share as u64,
             sum: buffers.sum.at() + rows,
             hidden: buffers.hidden.at() + rows,
-            meeting: self.meeting.at,
+            launches: self.inner.memory.at + 8 * self.inner.room as u64,
+            ahead: if count == 1 { self.ahead(layer + 1, blocks) } else { Default::default() },
+            inner_room: self.inner.room as i32,
             width: gate.rows as i32,
             cols: hidden as i32,
             experts: spec.moe.experts as i32,
@@ -307,11 +358,22 @@ impl Cuda {
             last: i32::from(last),
             layout,
         };
-        // All blocks have to be there at once: they meet.
-        let items = count * used * gate.rows.div_ceil(8);
-        let blocks = gpu.processors.min(items.max(hidden.div_ceil(TILE)));
         let threads = 32 * (PARTS * layout.groups as usize + 1);
         self.device.launch(&self.kernels.few_experts, (blocks, 1, 1), threads, bytes, &p)
+    }
+
+    /// Of the matrices that a layer begins with: what the kernel behind the layer before reads.
+    fn ahead(&self, layer: usize, blocks: usize) -> [Ahead; 4] {
+        let mut ahead = [Ahead::default(); 4];
+        let matrices = match self.weights.dense.layers.get(layer).map(|layer| &layer.mixer) {
+            Some(Mixer::Delta(weights)) => vec![weights.qkv, weights.z],
+            Some(Mixer::Attention(weights)) => vec![weights.query, weights.gate, weights.key, weights.value],
+            None => vec![],
+        };
+        for (to, matrix) in ahead.iter_mut().zip(matrices) {
+            *to = Ahead::of(matrix, blocks);
+        }
+        ahead
     }
 }
 

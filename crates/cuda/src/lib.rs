@@ -127,8 +127,7 @@ pub struct Cuda {
     arenas: Vec<Arc<Arena<GpuLanes>>>,
     /// Slots that the GPU fills by itself.
     fetch: Option<Fetch>,
-    /// Where blocks of `few_experts` meet: two numbers.
-    meeting: driver::Buffer,
+    inner: few_experts::Inner,
     presence: Presence,
     kernels: Kernels,
     target: Target,
@@ -175,8 +174,7 @@ impl Cuda {
         let state = DeviceState::new(&device, &model.spec, limits.kv, limits.positions);
         let presence = Presence::on(options.device);
         few_experts::check(&model.spec, &weights, few_experts::Gpu::of(&device, &target, 1))?;
-        let meeting = device.allocate(8).map_err(failed("meeting"))?;
-        device.zero(meeting.at, 8).map_err(failed("meeting"))?;
+        let inner = few_experts::Inner::new(&device, &model.spec).map_err(failed("inner numbers"))?;
         let capabilities = Capabilities {
             name: "cuda",
             variant: format!("{} {}", target.arch, device.name),
@@ -204,7 +202,7 @@ impl Cuda {
             whole: options.slots.is_none(),
             arenas: Vec::new(),
             fetch: None,
-            meeting,
+            inner,
             presence,
             kernels,
             target,
