@@ -39,6 +39,15 @@ const HOT: &[&str] = &[
     "few_experts",
 ];
 
+/// Types that a model's experts, with the shared ones, and its dense matrices have together: the recipes of `synth`.
+const EXPERTS: [&[Type]; 3] = [
+    &[Type::Q8_0, Type::IQ2_XXS],
+    &[Type::Q8_0, Type::IQ2_XS, Type::IQ1_M],
+    &[Type::Q8_0, Type::IQ3_XXS, Type::IQ3_S],
+];
+const DENSE: [&[Type]; 2] =
+    [&[Type::F32, Type::Q8_0, Type::Q5_K, Type::Q6_K], &[Type::F32, Type::Q8_0, Type::Q4_K, Type::Q6_K]];
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [model, rest @ ..] = &arguments[..] else {
@@ -57,6 +66,10 @@ fn main() -> ExitCode {
         all.push((arch, Source::peaks(&target)));
         all.extend(Type::all().map(|ty| (arch, Source::weights(&target, ty))));
         all.extend(Type::all().map(|ty| (arch, Source::few(&target, &[ty]))));
+        // Registers can be short with several types where each alone has enough.
+        all.extend(Type::all().map(|ty| (arch, Source::few_experts(&target, &[ty]))));
+        all.extend(EXPERTS.iter().map(|mix| (arch, Source::few_experts(&target, mix))));
+        all.extend(DENSE.iter().map(|mix| (arch, Source::few(&target, mix))));
         all.extend(Type::all().filter_map(|ty| Some((arch, Source::experts(&target, ty)?))));
     }
     all.retain(|(_, source)| only.is_empty() || only.iter().any(|name| source.name.starts_with(*name)));

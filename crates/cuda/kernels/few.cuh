@@ -104,3 +104,25 @@ DEVICE int x_at(int column) { return column / 32 * RUN + column % 32; }
 DEVICE void pad_x(u16 *row, int cols) {
     for (int i = cols + threadIdx.x; i < steps_of(cols) * 128; i += blockDim.x) row[x_at(i)] = 0;
 }
+
+/// a / b of small numbers, in few instructions.
+DEVICE int small_quotient(int a, int b) { return (int)__fdividef((float)a + 0.5f, (float)b); }
+
+/// Waits for as many threads of a block to come here.
+DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
+/// Eight numbers of a lane.
+struct Numbers {
+    float4 low, high;
+};
+
+DEVICE Numbers numbers_at(const float *from, bool inside) {
+    Numbers v = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+    if (inside) v.low = ((const float4 *)from)[0], v.high = ((const float4 *)from)[1];
+    return v;
+}
+
+DEVICE void spread(const Numbers &v, float y[8]) {
+    y[0] = v.low.x, y[1] = v.low.y, y[2] = v.low.z, y[3] = v.low.w;
+    y[4] = v.high.x, y[5] = v.high.y, y[6] = v.high.z, y[7] = v.high.w;
+}

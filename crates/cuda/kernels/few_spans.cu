@@ -54,9 +54,6 @@ struct Place {
     }
 };
 
-/// a / b of small numbers, in few instructions.
-DEVICE int small_quotient(int a, int b) { return (int)__fdividef((float)a + 0.5f, (float)b); }
-
 /// A block's tiles, and how many plain rows it has.
 struct Tiles {
     int first, count, plain;
@@ -136,9 +133,6 @@ DEVICE void copy_tiles(const SpanRows &p, int first, int tiles, u32 to, u32 barr
 // Barriers by name: 0 of a block, then one for each span that several warps share, and that of the barriers of copies.
 const int OF_SPANS = 1, OF_COPIES = 15;
 
-/// Waits for as many threads of a block to come here.
-DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-
 /// Comes there and goes on.
 DEVICE void announce(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
@@ -152,22 +146,6 @@ DEVICE int unknown(int number) {
 template <int ROWS> DEVICE int rows_of(const SpanRows &p) { return ROWS == 1 ? 1 : p.count; }
 
 template <int ROWS> constexpr int SETS_OF = ROWS > 4 ? 2 : 1;
-
-/// Eight numbers of a lane.
-struct Numbers {
-    float4 low, high;
-};
-
-DEVICE Numbers numbers_at(const float *from, bool inside) {
-    Numbers v = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-    if (inside) v.low = ((const float4 *)from)[0], v.high = ((const float4 *)from)[1];
-    return v;
-}
-
-DEVICE void spread(const Numbers &v, float y[8]) {
-    y[0] = v.low.x, y[1] = v.low.y, y[2] = v.low.z, y[3] = v.low.w;
-    y[4] = v.high.x, y[5] = v.high.y, y[6] = v.high.z, y[7] = v.high.w;
-}
 
 DEVICE float squares_of(const float y[8]) {
     return ((y[0] * y[0] + y[1] * y[1]) + (y[2] * y[2] + y[3] * y[3])) + ((y[4] * y[4] + y[5] * y[5]) + (y[6] * y[6] + y[7] * y[7]));

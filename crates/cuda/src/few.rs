@@ -129,18 +129,18 @@ fn row_bytes(ty: Type, cols: usize) -> usize {
     ty.bytes(cols).expect("rows are whole blocks")
 }
 
-impl Cuda {
-    /// The number by which kernels know a type.
-    fn number_of(&self, ty: Type) -> i32 {
-        self.kernels.few_types.iter().position(|&known| known == ty).expect("a type of the model") as i32
-    }
+/// The number by which kernels of these types know one.
+fn number_of(types: &[Type], ty: Type) -> i32 {
+    types.iter().position(|&known| known == ty).expect("a type of the model") as i32
+}
 
+impl Cuda {
     fn few_matrix(&self, matrix: Matrix, out: u64) -> FewMatrix {
         FewMatrix {
             at: matrix.at,
             out,
             rows: matrix.rows as i32,
-            ty: self.number_of(matrix.ty),
+            ty: number_of(&self.kernels.few_types, matrix.ty),
             row_bytes: row_bytes(matrix.ty, matrix.cols) as i32,
             segment_bytes: row_bytes(matrix.ty, SEGMENT) as i32,
         }
@@ -151,7 +151,7 @@ impl Cuda {
             at: experts.at,
             stride: experts.stride as i64,
             places: experts.places,
-            ty: self.number_of(experts.ty),
+            ty: number_of(&self.kernels.few_expert_types, experts.ty),
             row_bytes: row_bytes(experts.ty, experts.cols) as i32,
             span: row_bytes(experts.ty, SPAN) as i32,
             plain: i32::from(experts.ty.block_len() == 1),

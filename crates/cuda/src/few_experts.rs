@@ -60,7 +60,7 @@ struct Ahead {
 
 impl Ahead {
     fn of(matrix: Matrix, blocks: usize) -> Ahead {
-        let bytes = matrix.rows * matrix.ty.bytes(matrix.cols).expect("rows are whole blocks") & !15;
+        let bytes = (matrix.rows * matrix.ty.bytes(matrix.cols).expect("rows are whole blocks")) & !15;
         let bytes = bytes.min(AHEAD);
         let share = bytes.div_ceil(blocks).next_multiple_of(16);
         Ahead { at: matrix.at, bytes: bytes as u32, share: share as u32 }

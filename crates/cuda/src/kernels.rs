@@ -71,6 +71,8 @@ pub(crate) struct Kernels {
     pub(crate) few_experts: Function,
     /// Types by the numbers the kernels of few rows know them by.
     pub(crate) few_types: Vec<Type>,
+    /// The same of those of their experts.
+    pub(crate) few_expert_types: Vec<Type>,
     /// Of GPUs that have them.
     pub(crate) dense: Option<DenseKernels>,
     weights: BTreeMap<Type, WeightKernels>,
@@ -90,8 +92,10 @@ impl Kernels {
         let types = types(model);
         let mut sources = sources(target, &model.spec, kv);
         // One source serves all models where nothing can be compiled.
-        let few_types = if compile::present() { multiplied(model) } else { Type::all().collect() };
+        let few_types = if compile::present() { dense_types(model) } else { Type::all().collect() };
+        let few_expert_types = if compile::present() { with_shared(model) } else { Type::all().collect() };
         sources.push(Source::few(target, &few_types));
+        sources.push(Source::few_experts(target, &few_expert_types));
         sources.extend(types.iter().map(|&ty| Source::weights(target, ty)));
         let of_experts = expert_types(model);
         let fused: Vec<(Type, Source)> = of_experts
@@ -104,7 +108,7 @@ impl Kernels {
         let mut next = || modules.next().expect("a module for each source");
         let (gemm, rows, delta, attention) = (next(), next(), next(), next());
         let dense = Source::dense(target).map(|_| next());
-        let few = next();
+        let (few, few_of_experts) = (next(), next());
         let find = |module: &Module, name: &'static str| module.function(name).map_err(failed(name));
         let early = |module: &Module, name: &'static str| module.early(name).map_err(failed(name));
         let mut weights = BTreeMap::new();
@@ -168,12 +172,17 @@ impl Kernels {
             more_spans: early(&few, "more_spans")?,
             few_head: early(&few, "few_head")?,
             more_head: early(&few, "more_head")?,
-            few_experts: early(&few, "few_experts")?,
+            few_experts: early(&few_of_experts, "few_experts")?,
             few_types,
+            few_expert_types,
             dense: dense.as_ref().map(|module| DenseKernels::new(module, target)).transpose()?,
             weights,
             experts,
-            _modules: [gemm, rows, delta, attention, few].into_iter().chain(dense).chain(of_types).collect(),
+            _modules: [gemm, rows, delta, attention, few, few_of_experts]
+                .into_iter()
+                .chain(dense)
+                .chain(of_types)
+                .collect(),
         })
     }
 
@@ -228,6 +237,7 @@ pub fn package() -> Vec<Source> {
         ];
         sources.extend(Source::dense(&target));
         sources.push(Source::few(&target, &all));
+        sources.push(Source::few_experts(&target, &all));
         // The heads that are accepted.
         sources.extend([32, 64, 96, 128].map(|dim| Source::delta(&target, dim)));
         let kinds = [KvType::F16, KvType::F32];
@@ -242,22 +252,22 @@ pub fn package() -> Vec<Source> {
 
 /// Types of the model's matrices.
 fn types(model: &Model) -> Vec<Type> {
-    let mut types = multiplied(model);
+    let mut types = dense_types(model);
+    types.extend(expert_types(model));
     types.push(model.embedding.ty);
     types.sort_unstable();
     types.dedup();
     types
 }
 
-/// Types of what is multiplied; f32 is among them.
-fn multiplied(model: &Model) -> Vec<Type> {
+/// Types of dense matrices; f32 is among them.
+fn dense_types(model: &Model) -> Vec<Type> {
     let mut types = vec![Type::F32];
     let mut note = |info: &model::MatrixInfo| {
         types.push(info.ty);
         Ok::<(), crate::Error>(())
     };
     model.weights.map(&mut note, &mut |_| Ok(())).expect("noting cannot fail");
-    types.extend(expert_types(model));
     types.sort_unstable();
     types.dedup();
     types
@@ -267,6 +277,15 @@ fn multiplied(model: &Model) -> Vec<Type> {
 fn expert_types(model: &Model) -> Vec<Type> {
     let all = model.experts.iter().flat_map(|layer| [layer.gate.ty, layer.up.ty, layer.down.ty]);
     let mut types: Vec<Type> = all.collect();
+    types.sort_unstable();
+    types.dedup();
+    types
+}
+
+/// Types of the routed experts, and of the shared ones' down matrices, which are computed with them.
+fn with_shared(model: &Model) -> Vec<Type> {
+    let mut types = expert_types(model);
+    types.extend(model.weights.layers.iter().map(|layer| layer.moe.shared_down.ty));
     types.sort_unstable();
     types.dedup();
     types

@@ -310,11 +310,25 @@ impl Source {
 
     /// Products with few rows, of all types of a model; their numbers are the places in `types`.
     pub fn few(target: &Target, types: &[Type]) -> Source {
+        Source::of_few(target, "few", types, &[ROUTE, &PIPELINE, FEW_ROWS, FEW, SPANS, FEW_SPANS, FEW_HEAD])
+    }
+
+    /// The experts of few rows, of all types that a model's experts and shared experts have: with others among them a kernel
+    /// would need more registers.
+    pub fn few_experts(target: &Target, types: &[Type]) -> Source {
+        Source::of_few(
+            target,
+            "few experts",
+            types,
+            &[ROUTE, &PIPELINE, FEW_ROWS, SPANS, PLANES, FEW_EXPERTS],
+        )
+    }
+
+    fn of_few(target: &Target, what: &str, types: &[Type], parts: &[&str]) -> Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
         let tables = codebooks(types);
-        let shared = [COMMON, &tables, TYPES, RUNS, WHOLE, ROUTE, &PIPELINE, FEW_ROWS, FEW, SPANS];
-        let parts = [&shared[..], &[FEW_SPANS, FEW_HEAD, PLANES, FEW_EXPERTS]].concat();
-        let name = format!("few {}", names.join(" "));
+        let parts = [&[COMMON, &tables, TYPES, RUNS, WHOLE], parts].concat();
+        let name = format!("{what} {}", names.join(" "));
         let defines = [
             format!("TYPES={}", names.join(",")),
             "COPIES=1".to_string(),
