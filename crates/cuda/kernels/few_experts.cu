@@ -60,6 +60,7 @@ struct FewExperts {
     int slot_bytes, high_at, down_bytes;    // of a slot of gate and up, where up begins in it, and of a slot of down
     int table_at[4];                        // of gate, up, down, shared, which may have none: 0
     int planes_at, scratch_at, sums_at, items_at, shared_at, down_at, slots_at;
+    Keep keep;
 };
 
 /// The choice of a pass's rows, and what copies are waited for by.
@@ -73,6 +74,7 @@ struct Choice {
     int down_odd[MOST_DOWN * MOST_SLOTS];
     float *inner, *other;                   // the inner numbers of this launch, and where those of the next one will be
     const u8 *plain[PARTS * MOST_GROUPS + 1][6]; // of each warp, plain matrices of both halves; the first one, then the second one, as both
+    Kept kept;
 };
 
 static_assert(sizeof(Choice) <= 9 << 10, "shared memory beside what the host asks for: `STATIC`");
@@ -144,6 +146,23 @@ DEVICE void begin_copies(u32 barrier, u32 to, const Lines &a, u32 second_to, con
 #endif
 }
 
+/// As `begin_copies`, from pinned memory of the host: copies of words keep the link busier than those of the copy engine.
+DEVICE void begin_far_copies(const Keep &keep, u32 barrier, u32 to, const Lines &a, u32 second_to, const Lines &b) {
+#if __CUDA_ARCH__ >= 900
+    if (keep.by_words) {
+        int lane = threadIdx.x % 32;
+        for (int i = 16 * lane; i < a.bytes; i += 32 * 16) copy_16(to + i, a.from + i, true);
+        for (int i = 16 * lane; i < b.bytes; i += 32 * 16) copy_16(second_to + i, b.from + i, true);
+        // Counted beside the one arrival that the barrier was made for, which comes last.
+        asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
+        __syncwarp();
+        if (lane == 0) barrier_arrive(barrier);
+        return;
+    }
+#endif
+    begin_copies(barrier, to, a, second_to, b);
+}
+
 /// A pair and eight of its inner numbers.
 struct Eight {
     int pair, tile;
@@ -176,7 +195,8 @@ DEVICE void bring_item(const FewExperts &p, Choice &choice, int pair, const Begi
     if (expert == NOTHING) expert = 0;
     Lines gate = Lines::at(p.gate, matrix_of(p.gate, expert) + begins.gate, count), up = Lines::at(p.up, matrix_of(p.up, expert) + begins.up, count);
     if (threadIdx.x % 32 == 0) choice.odd[slot] = make_int2(gate.odd, up.odd);
-    begin_copies(barrier_of(choice, slot), to, gate, to + p.high_at, up);
+    if (is_far(p.keep, gate.from)) begin_far_copies(p.keep, barrier_of(choice, slot), to, gate, to + p.high_at, up);
+    else begin_copies(barrier_of(choice, slot), to, gate, to + p.high_at, up);
 }
 
 /// Where a slot of down lies: the first one of each group by itself, others where gate and up have been.
@@ -190,7 +210,9 @@ DEVICE void bring_down(const FewExperts &p, Choice &choice, int tile, int pair, 
     int first = tile * TILE, slot = group * p.down_slots + turn, count = expert == NOTHING ? 0 : min(TILE, p.cols - first);
     Lines lines = Lines::of(p.down, matrix_of(p.down, count ? expert : 0), first, count), none = {0, 0, 0};
     if (threadIdx.x % 32 == 0) choice.down_odd[slot] = lines.odd;
-    begin_copies(barrier_of(choice, DOWN_BARRIERS + slot), shared + down_place(p, group, turn), lines, 0, none);
+    u32 barrier = barrier_of(choice, DOWN_BARRIERS + slot), to = shared + down_place(p, group, turn);
+    if (is_far(p.keep, lines.from)) begin_far_copies(p.keep, barrier, to, lines, 0, none);
+    else begin_copies(barrier, to, lines, 0, none);
 }
 
 /// Begins to copy a tile of the shared expert.
@@ -253,6 +275,25 @@ DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item
 /// Stores a number that another block looks for.
 DEVICE void store_relaxed(float *to, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
 
+/// Rows of a matrix that came over the link, to the slot of their pair's expert, by `by.threads` threads of which this warp's begin at
+/// `by.thread`. `from`: where they lie in shared memory, in whole words.
+DEVICE void keep_rows(const FewExperts &p, const Choice &choice, const Experts &e, int matrix, int pair, int first, int count, const u8 *from,
+                      Threads by) {
+    u8 *to = room_of(p.keep, choice.kept.slots[pair], matrix, choice.pairs[pair]) + (long)first * e.row_bytes;
+    int odd = (int)(u64)to & 15, bytes = odd + count * e.row_bytes;
+    for (int i = 16 * (by.thread + threadIdx.x % 32); i < bytes; i += 16 * by.threads) *(uint4 *)(to - odd + i) = *(const uint4 *)(from + i);
+}
+
+/// Keeps an item's rows if they came over the link, by each of its warps a part.
+DEVICE void keep_item(const FewExperts &p, Choice &choice, const Eight &item, const u8 *shared, int at, int part) {
+    barrier_wait(shared_address(&choice.kept.known), 0);
+    if (choice.kept.slots[item.pair] < 0) return;
+    int first = item.tile * 8, count = min(8, p.width - first);
+    Threads by = {32 * part, 32 * PARTS};
+    keep_rows(p, choice, p.gate, 0, item.pair, first, count, shared + at, by);
+    keep_rows(p, choice, p.up, 1, item.pair, first, count, shared + at + p.high_at, by);
+}
+
 /// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
 DEVICE void store_item(const FewExperts &p, const Choice &choice, const Eight &item, const float *sums) {
     int lane = threadIdx.x % 32, output = item.tile * 8 + lane;
@@ -281,6 +322,7 @@ DEVICE void gate_and_up(const FewExperts &p, Choice &choice, u8 *shared, int fir
             int planes = p.planes_at + (number >= rows_end - of_row ? spans_of(p.cols) * PLANES : 0);
             barrier_wait(barrier_of(choice, slot), (turn & p.slots) != 0);
             if (here) multiply_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, choice.odd[slot], planes, part, to);
+            if (here && p.keep.book.slots) keep_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, part);
             meet(1 + group, 32 * PARTS);
             // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
             int ahead = number + p.slots * p.groups;
@@ -398,6 +440,12 @@ DEVICE void bring_turns(const FewExperts &p, Choice &choice, u32 shared, int fir
     for (int turn = first; turn < end; turn++) bring_turn(p, choice, shared, parts == 2 ? warp / 2 : warp, turn);
 }
 
+/// Keeps a tile of down if it came over the link.
+DEVICE void keep_tile(const FewExperts &p, const Choice &choice, int tile, int pair, const u8 *from, Threads by) {
+    if (choice.kept.slots[pair] < 0) return;
+    keep_rows(p, choice, p.down, 2, pair, tile * TILE, min(TILE, p.cols - tile * TILE), from, by);
+}
+
 /// Products of a tile with the experts of all rows, by all warps but the last. `turn`: the first one of the tile.
 DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int tile, int turn) {
     int warp = thread_again() / 32, parts = Sizes::parts(p), spans = Sizes::spans(p), group = parts == 2 ? warp / 2 : warp;
@@ -417,6 +465,7 @@ DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int t
             multiply_rows(p, choice, p.down, expert, x, p.width, shared, down_place(p, group, place) + choice.down_odd[slot], tile, span,
                           p.table_at[2], p.sums_at + (pair * spans + span) * TILE * 4);
         }
+        if (expert != NOTHING && p.keep.book.slots) keep_tile(p, choice, tile, pair, shared + down_place(p, group, place), {part * 32, parts * 32});
         if (parts == 2) meet(1 + group, 64);
         else __syncwarp();
         if (part == 0) bring_turn(p, choice, shared_address(shared), group, turn + p.down_slots);
@@ -535,6 +584,7 @@ DEVICE void prepare(const FewExperts &p, Choice &choice, u8 *shared, const Roles
     int thread = threadIdx.x - 32 * (Sizes::warps(p) + 1 - roles.others);
     if (threadIdx.x / 32 == Sizes::warps(p)) {
         for (int i = threadIdx.x % 32; i <= SHARED_BARRIER; i += 32) barrier_init(barrier_of(choice, i), arrivals());
+        if (threadIdx.x % 32 == 0) barrier_init(shared_address(&choice.kept.known), 1);
         barriers_made();
         __syncwarp();
         if (Sizes::shared_spans(p) && (int)blockIdx.x < Sizes::tiles(p)) bring_shared(p, choice, blockIdx.x, shared_address(shared));
@@ -575,6 +625,7 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
         gate_and_up(p, choice, shared, first, end, row);
     } else {
         for (int r = 0; r < p.count; r++) settle_choice(p, choice, r);
+        if (p.keep.book.slots) find_missing(p.keep, choice.ids[0], choice.kept);
         mark_others(p, choice);
     }
     if (Sizes::shared_spans(p)) multiply_shared(p, choice, shared, blockIdx.x);
@@ -601,4 +652,5 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
         store_output(p, choice, out, shared, i, tile);
         if (tile + (int)gridDim.x < Sizes::tiles(p)) __syncthreads();
     }
+    if (p.keep.book.slots) note_kept(p.keep, choice.ids[0], choice.kept);
 }

@@ -16,7 +16,7 @@ use crate::linear::Decode;
 use crate::moe::{Done, Gates};
 use crate::open::{LAYERED, Open};
 use crate::sources::{Source, Target};
-use crate::weights::Matrix as Weights;
+use crate::weights::{Experts, Matrix as Weights};
 use crate::{Cuda, kernels};
 
 mod tables;
@@ -52,6 +52,15 @@ struct Book {
     experts: i32,
     count: i32,
     used: i32,
+}
+
+/// How experts' kernels keep what they read over the link; of zeros: not at all.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Keep {
+    book: Book,
+    layer: i32,
+    by_words: i32,
 }
 
 /// The numbers a book begins with.
@@ -433,12 +442,39 @@ impl Cuda {
         (open.single && open.pass.rows() <= fetch.rows()).then_some(fetch)
     }
 
+    fn streams(&self, open: &Open) -> Option<(&Fetch, i32)> {
+        let mode: i32 = std::env::var("LINK").ok().and_then(|mode| mode.parse().ok()).unwrap_or(1);
+        let blocks = self.weights.experts.iter().flatten().all(|experts| experts.ty.block_len() > 1);
+        self.fetches(open).filter(|_| mode > 0 && blocks && open.pass.rows() == 1).map(|fetch| (fetch, mode))
+    }
+
+    pub(crate) fn keep(&self, open: &Open, layer: usize, gate: Experts) -> Keep {
+        let found = self.streams(open).filter(|(fetch, _)| gate.places == fetch.places(layer));
+        let Some((fetch, mode)) = found else {
+            // SAFETY: numbers.
+            return unsafe { std::mem::zeroed() };
+        };
+        Keep { book: fetch.book, layer: layer as i32, by_words: mode & 2 }
+    }
+
+    pub(crate) fn fetch_next(&self, open: &Open, layer: usize) -> Done {
+        let Some((fetch, mode)) = self.streams(open) else { return Ok(()) };
+        if mode & 4 == 0 || layer + 1 == self.model.spec.layers.len() {
+            return Ok(());
+        }
+        fetch.carry.follow(self.device.stream)?;
+        self.fetch_foreseen(open, layer + 1)
+    }
+
     /// Asks what rows will probably choose in `layer`, by what they are now: nobody waits for that, so that rows may change while they
     /// are read, which changes a guess and no result.
     pub(crate) fn foresee(&self, open: &Open, layer: usize) -> Done {
         let Some(fetch) = self.fetches(open).filter(|_| layer < self.model.spec.layers.len()) else {
             return Ok(());
         };
+        if self.streams(open).is_some_and(|(_, mode)| mode & 4 == 0) {
+            return Ok(());
+        }
         let (device, experts) = (&self.device, self.model.spec.moe.experts);
         let look = Look {
             router: fetch.routers[layer],
@@ -475,6 +511,9 @@ impl Cuda {
         if self.fetches(open).is_none() {
             // Of an earlier pass: what has been begun to be fetched changes where experts are.
             return fetch.carry.before(self.device.stream);
+        }
+        if let Some((_, mode)) = self.streams(open) {
+            return if mode & 4 > 0 { fetch.carry.before(self.device.stream) } else { Ok(()) };
         }
         let stride = Gates::of(&self.model.spec, self.model.spec.moe.shared_width).stride;
         let p = fetch.missing(open, layer, (open.buffers.gates.at(), stride));

@@ -7,6 +7,7 @@ use model::{Mixer, Spec};
 use quant::Type;
 
 use crate::driver::{Buffer, Device};
+use crate::fetch::Keep;
 use crate::few::{FEW, FewExperts, SLACK, SPAN, TILE};
 use crate::moe::{Done, Gates, Mask};
 use crate::open::Open;
@@ -47,6 +48,7 @@ struct Single {
     first: i32,
     last: i32,
     layout: Layout,
+    keep: Keep,
 }
 
 /// Bytes that are brought to the second cache while experts are computed, so many by each block.
@@ -357,6 +359,7 @@ impl Cuda {
             first: i32::from(first),
             last: i32::from(last),
             layout,
+            keep: self.keep(open, layer, gate),
         };
         let threads = 32 * (PARTS * layout.groups as usize + 1);
         self.device.launch(&self.kernels.few_experts, (blocks, 1, 1), threads, bytes, &p)

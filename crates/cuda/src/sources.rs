@@ -35,6 +35,8 @@ const ATTENTION: &str = include_str!("../kernels/attention.cu");
 const ATTN_SINGLE: &str = include_str!("../kernels/attn_single.cu");
 const MIX: &str = include_str!("../kernels/mix.cu");
 const PEAKS: &str = include_str!("../kernels/peaks.cu");
+const BOOK: &str = include_str!("../kernels/book.cuh");
+const KEEP: &str = include_str!("../kernels/keep.cuh");
 const FETCH: &str = include_str!("../kernels/fetch.cu");
 
 /// Behind [`RUNS`]: what looks like decoding and costs nothing. The numbers depend on something the compiler does not know.
@@ -313,7 +315,7 @@ impl Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
         let tables = codebooks(types);
         let shared = [COMMON, &tables, TYPES, RUNS, WHOLE, ROUTE, &PIPELINE, FEW_ROWS, FEW, SPANS];
-        let parts = [&shared[..], &[FEW_SPANS, FEW_HEAD, PLANES, FEW_EXPERTS]].concat();
+        let parts = [&shared[..], &[FEW_SPANS, FEW_HEAD, PLANES, BOOK, KEEP, FEW_EXPERTS]].concat();
         let name = format!("few {}", names.join(" "));
         let defines = [
             format!("TYPES={}", names.join(",")),
@@ -340,7 +342,7 @@ impl Source {
 
     /// Experts the GPU fetches by itself.
     pub fn fetch(target: &Target) -> Source {
-        Source::new(target, "fetch".to_string(), &[COMMON, ROUTE, FETCH], &[])
+        Source::new(target, "fetch".to_string(), &[COMMON, ROUTE, BOOK, FETCH], &[])
     }
 
     /// The DeltaNet mixer, for heads of `dim`.

@@ -1,0 +1,55 @@
+// What of a row's choice is in no slot: experts' kernels read it from pinned memory of the host and leave it in an empty slot on their
+// way, for the next time. Which slot is for which expert all blocks see by themselves, from books that the last of them changes.
+
+struct Keep {
+    Book book; // without slots nothing is kept
+    int layer, by_words;
+};
+
+/// By rank: the slot that is filled with an expert, or −1. `known`: a barrier for that.
+struct Kept {
+    int slots[32], count;
+    u64 known;
+};
+
+/// Whether an expert's matrix lies in pinned memory.
+DEVICE bool is_far(const Keep &p, const u8 *matrix) { return p.book.slots && (u64)(matrix - p.book.slots) >= (u64)(p.book.count * p.book.slot_bytes); }
+
+DEVICE u8 *room_of(const Keep &p, int slot, int matrix, u32 expert) { return room(p.book, slot, matrix, home(p.book, p.layer, matrix, expert)); }
+
+/// Finds slots for what is in none, by a warp. `ids`: a row's choice.
+DEVICE void find_missing(const Keep &p, const u32 *ids, Kept &kept) {
+    const Book &book = p.book;
+    int lane = threadIdx.x % 32, slot = -1;
+    u32 id = lane < book.used ? ids[lane] : 0;
+    bool is_missing = lane < book.used && book.slot_of[p.layer * book.experts + id] < 0;
+    // Where logits are no numbers the same expert may stand twice.
+    if (__any_sync(~0u, is_missing)) {
+        u32 alike = __match_any_sync(~0u, lane < book.used ? id : ~0u);
+        is_missing = is_missing && __ffs(alike) - 1 == lane;
+        u32 all = __ballot_sync(~0u, is_missing);
+        int free = book.state->free, rank = __popc(all & ((1u << lane) - 1));
+        if (is_missing && rank < free) slot = book.free[free - 1 - rank];
+    }
+    kept.slots[lane] = slot;
+    int count = __popc(__ballot_sync(~0u, slot >= 0));
+    if (lane == 0) kept.count = count;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&kept.known));
+}
+
+/// Changes the books when no block reads them any more: the last one that comes here.
+DEVICE void note_kept(const Keep &p, const u32 *ids, const Kept &kept) {
+    const Book &book = p.book;
+    if (threadIdx.x >= 32 || kept.count == 0) return;
+    int lane = threadIdx.x, slot = kept.slots[lane], before = 0;
+    if (lane == 0) before = atomicAdd(&book.state->arrived, 1);
+    if (__shfl_sync(~0u, before, 0) < (int)gridDim.x - 1) return;
+    if (lane == 0) book.state->arrived = 0, book.state->free -= kept.count, book.state->fetched += kept.count;
+    if (slot < 0) return;
+    int expert = ids[lane];
+    book.slot_of[p.layer * book.experts + expert] = slot;
+    book.owner[slot] = p.layer * book.experts + expert;
+    book.since[slot] = book.state->token;
+    for (int m = 0; m < 3; m++) *place(book, p.layer, m, expert) = (u64)room_of(p, slot, m, expert);
+}
