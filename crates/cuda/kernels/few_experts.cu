@@ -22,6 +22,7 @@ const int MOST_GROUPS = 5;                 // of so many warps in a block
 const int EXPERTS_THREADS = 32 * (PARTS * MOST_GROUPS + 1);
 const int MOST_SLOTS = 4;                  // of a group
 const int MOST_DOWN = PARTS * MOST_GROUPS; // groups of down
+const int LINE = 128;                      // bytes of a line of memory
 const u32 NOTHING = 0xffffffffu;           // no expert of this wave
 const u32 MARK = 0xffffffffu;              // the bits of an inner number that is not there yet: no result has them
 
@@ -121,6 +122,12 @@ struct Lines {
     }
 };
 
+/// Whole lines of memory: what lies in those of shared memory as in those it comes from comes over the link twice as fast.
+DEVICE void widen(Lines &lines) {
+    int before = (int)(u64)lines.from & LINE - 1;
+    lines.from -= before, lines.odd += before, lines.bytes = lines.bytes ? (lines.bytes + before + LINE - 1) & -LINE : 0;
+}
+
 /// How often a barrier is arrived at for a copy.
 DEVICE int arrivals() {
 #if __CUDA_ARCH__ >= 900
@@ -144,23 +151,6 @@ DEVICE void begin_copies(u32 barrier, u32 to, const Lines &a, u32 second_to, con
     barrier_arrive_copied(barrier);
     if (lane == 0) barrier_arrive(barrier);
 #endif
-}
-
-/// As `begin_copies`, from pinned memory of the host: copies of words keep the link busier than those of the copy engine.
-DEVICE void begin_far_copies(const Keep &keep, u32 barrier, u32 to, const Lines &a, u32 second_to, const Lines &b) {
-#if __CUDA_ARCH__ >= 900
-    if (keep.by_words) {
-        int lane = threadIdx.x % 32;
-        for (int i = 16 * lane; i < a.bytes; i += 32 * 16) copy_16(to + i, a.from + i, true);
-        for (int i = 16 * lane; i < b.bytes; i += 32 * 16) copy_16(second_to + i, b.from + i, true);
-        // Counted beside the one arrival that the barrier was made for, which comes last.
-        asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
-        __syncwarp();
-        if (lane == 0) barrier_arrive(barrier);
-        return;
-    }
-#endif
-    begin_copies(barrier, to, a, second_to, b);
 }
 
 /// A pair and eight of its inner numbers.
@@ -194,9 +184,9 @@ DEVICE void bring_item(const FewExperts &p, Choice &choice, int pair, const Begi
     int count = expert == NOTHING ? 0 : 8;
     if (expert == NOTHING) expert = 0;
     Lines gate = Lines::at(p.gate, matrix_of(p.gate, expert) + begins.gate, count), up = Lines::at(p.up, matrix_of(p.up, expert) + begins.up, count);
+    if (is_far(p.keep, gate.from)) widen(gate), widen(up);
     if (threadIdx.x % 32 == 0) choice.odd[slot] = make_int2(gate.odd, up.odd);
-    if (is_far(p.keep, gate.from)) begin_far_copies(p.keep, barrier_of(choice, slot), to, gate, to + p.high_at, up);
-    else begin_copies(barrier_of(choice, slot), to, gate, to + p.high_at, up);
+    begin_copies(barrier_of(choice, slot), to, gate, to + p.high_at, up);
 }
 
 /// Where a slot of down lies: the first one of each group by itself, others where gate and up have been.
@@ -209,10 +199,9 @@ DEVICE void bring_down(const FewExperts &p, Choice &choice, int tile, int pair, 
     u32 expert = tile < Sizes::tiles(p) && pair < p.count * p.used ? choice.pairs[pair] : NOTHING;
     int first = tile * TILE, slot = group * p.down_slots + turn, count = expert == NOTHING ? 0 : min(TILE, p.cols - first);
     Lines lines = Lines::of(p.down, matrix_of(p.down, count ? expert : 0), first, count), none = {0, 0, 0};
+    if (is_far(p.keep, lines.from)) widen(lines);
     if (threadIdx.x % 32 == 0) choice.down_odd[slot] = lines.odd;
-    u32 barrier = barrier_of(choice, DOWN_BARRIERS + slot), to = shared + down_place(p, group, turn);
-    if (is_far(p.keep, lines.from)) begin_far_copies(p.keep, barrier, to, lines, 0, none);
-    else begin_copies(barrier, to, lines, 0, none);
+    begin_copies(barrier_of(choice, DOWN_BARRIERS + slot), shared + down_place(p, group, turn), lines, 0, none);
 }
 
 /// Begins to copy a tile of the shared expert.
@@ -276,22 +265,22 @@ DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item
 DEVICE void store_relaxed(float *to, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
 
 /// Rows of a matrix that came over the link, to the slot of their pair's expert, by `by.threads` threads of which this warp's begin at
-/// `by.thread`. `from`: where they lie in shared memory, in whole words.
+/// `by.thread`. `from`: where they lie in shared memory.
 DEVICE void keep_rows(const FewExperts &p, const Choice &choice, const Experts &e, int matrix, int pair, int first, int count, const u8 *from,
                       Threads by) {
     u8 *to = room_of(p.keep, choice.kept.slots[pair], matrix, choice.pairs[pair]) + (long)first * e.row_bytes;
     int odd = (int)(u64)to & 15, bytes = odd + count * e.row_bytes;
-    for (int i = 16 * (by.thread + threadIdx.x % 32); i < bytes; i += 16 * by.threads) *(uint4 *)(to - odd + i) = *(const uint4 *)(from + i);
+    for (int i = 16 * (by.thread + threadIdx.x % 32); i < bytes; i += 16 * by.threads) *(uint4 *)(to - odd + i) = *(const uint4 *)(from - odd + i);
 }
 
 /// Keeps an item's rows if they came over the link, by each of its warps a part.
-DEVICE void keep_item(const FewExperts &p, Choice &choice, const Eight &item, const u8 *shared, int at, int part) {
+DEVICE void keep_item(const FewExperts &p, Choice &choice, const Eight &item, const u8 *at, int2 odd, int part) {
     barrier_wait(shared_address(&choice.kept.known), 0);
     if (choice.kept.slots[item.pair] < 0) return;
     int first = item.tile * 8, count = min(8, p.width - first);
     Threads by = {32 * part, 32 * PARTS};
-    keep_rows(p, choice, p.gate, 0, item.pair, first, count, shared + at, by);
-    keep_rows(p, choice, p.up, 1, item.pair, first, count, shared + at + p.high_at, by);
+    keep_rows(p, choice, p.gate, 0, item.pair, first, count, at + odd.x, by);
+    keep_rows(p, choice, p.up, 1, item.pair, first, count, at + p.high_at + odd.y, by);
 }
 
 /// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
@@ -322,7 +311,7 @@ DEVICE void gate_and_up(const FewExperts &p, Choice &choice, u8 *shared, int fir
             int planes = p.planes_at + (number >= rows_end - of_row ? spans_of(p.cols) * PLANES : 0);
             barrier_wait(barrier_of(choice, slot), (turn & p.slots) != 0);
             if (here) multiply_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, choice.odd[slot], planes, part, to);
-            if (here && p.keep.book.slots) keep_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, part);
+            if (here && p.keep.book.slots) keep_item(p, choice, item, shared + p.slots_at + slot * p.slot_bytes, choice.odd[slot], part);
             meet(1 + group, 32 * PARTS);
             // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
             int ahead = number + p.slots * p.groups;
@@ -465,7 +454,7 @@ DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int t
             multiply_rows(p, choice, p.down, expert, x, p.width, shared, down_place(p, group, place) + choice.down_odd[slot], tile, span,
                           p.table_at[2], p.sums_at + (pair * spans + span) * TILE * 4);
         }
-        if (expert != NOTHING && p.keep.book.slots) keep_tile(p, choice, tile, pair, shared + down_place(p, group, place), {part * 32, parts * 32});
+        if (expert != NOTHING && p.keep.book.slots) keep_tile(p, choice, tile, pair, shared + down_place(p, group, place) + choice.down_odd[slot], {part * 32, parts * 32});
         if (parts == 2) meet(1 + group, 64);
         else __syncwarp();
         if (part == 0) bring_turn(p, choice, shared_address(shared), group, turn + p.down_slots);
@@ -599,7 +588,8 @@ DEVICE void prepare(const FewExperts &p, Choice &choice, u8 *shared, const Roles
 
 /// Grid: a block for each multiprocessor, or fewer.
 KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ const FewExperts p) {
-    extern __shared__ __align__(16) u8 shared[];
+    extern __shared__ __align__(128) u8 in_lines[];
+    u8 *shared = in_lines;
     __shared__ Choice choice;
     next();
     int warp = threadIdx.x / 32, group = warp / PARTS, part = warp % PARTS;

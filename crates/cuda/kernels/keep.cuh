@@ -3,7 +3,7 @@
 
 struct Keep {
     Book book; // without slots nothing is kept
-    int layer, by_words;
+    int layer;
 };
 
 /// By rank: the slot that is filled with an expert, or −1. `known`: a barrier for that.

@@ -160,7 +160,6 @@ impl Cuda {
         let (triplet, slots) = self.place(open, layer, wave)?;
         if open.single {
             self.experts_single(open, (layer, triplet), (mask, wave.last))?;
-            self.fetch_next(open, layer)?;
             if wave.last && layer + 1 == self.model.spec.layers.len() {
                 self.settle_fetched(open)?;
             }
