@@ -6,14 +6,16 @@ struct Keep {
     int layer;
 };
 
-/// By rank: the slot that is filled with an expert, or −1. `known`: a barrier for that.
+/// What a block knows of that.
 struct Kept {
-    int slots[32], count;
-    u64 known;
+    int slots[32], count; // by rank: the slot that is filled with an expert, or −1; how many are
+    u64 known;            // a barrier, passed when they are known
 };
 
 /// Whether an expert's matrix lies in pinned memory.
-DEVICE bool is_far(const Keep &p, const u8 *matrix) { return p.book.slots && (u64)(matrix - p.book.slots) >= (u64)(p.book.count * p.book.slot_bytes); }
+DEVICE bool is_far(const Keep &p, const u8 *matrix) {
+    return p.book.slots && (u64)(matrix - p.book.slots) >= (u64)(p.book.count * p.book.slot_bytes);
+}
 
 DEVICE u8 *room_of(const Keep &p, int slot, int matrix, u32 expert) { return room(p.book, slot, matrix, home(p.book, p.layer, matrix, expert)); }
 

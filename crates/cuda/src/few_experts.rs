@@ -525,15 +525,7 @@ mod tests {
                         .max(warps / 2 * (l.down_slots - 1) * l.down_bytes);
                     assert!((l.slots_at + slots) as usize <= bytes);
                     assert_eq!(l.scratch_at % 16, 0);
-                    for at in [
-                        l.down_at,
-                        l.shared_at,
-                        l.down_at,
-                        l.slots_at,
-                        l.high_at,
-                        l.slot_bytes,
-                        l.down_bytes,
-                    ] {
+                    for at in [l.down_at, l.shared_at, l.slots_at, l.high_at, l.slot_bytes, l.down_bytes] {
                         assert_eq!(at as usize % LINE, 0);
                     }
                 }
