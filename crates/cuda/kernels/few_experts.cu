@@ -22,7 +22,6 @@ const int MOST_GROUPS = 5;                 // of so many warps in a block
 const int EXPERTS_THREADS = 32 * (PARTS * MOST_GROUPS + 1);
 const int MOST_SLOTS = 4;                  // of a group
 const int MOST_DOWN = PARTS * MOST_GROUPS; // groups of down
-const int LINE = 128;                      // bytes of a line of memory
 const u32 NOTHING = 0xffffffffu;           // no expert of this wave
 const u32 MARK = 0xffffffffu;              // the bits of an inner number that is not there yet: no result has them
 
@@ -105,52 +104,6 @@ DEVICE int thread_again() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
-}
-
-/// Neighbouring rows as they lie in a file, in whole words of 16 bytes; none of plain numbers, which stay where they are.
-struct Lines {
-    const u8 *from;
-    int odd, bytes;
-
-    DEVICE Lines of(const Experts &e, const u8 *matrix, int first, int count) { return at(e, matrix + (long)first * e.row_bytes, count); }
-
-    DEVICE Lines at(const Experts &e, const u8 *from, int count) {
-        Lines lines;
-        lines.odd = (int)(u64)from & 15;
-        lines.from = from - lines.odd, lines.bytes = e.plain || count == 0 ? 0 : (lines.odd + count * e.row_bytes + 15) & ~15;
-        return lines;
-    }
-};
-
-/// Whole lines of memory: what lies in those of shared memory as in those it comes from comes over the link twice as fast.
-DEVICE void widen(Lines &lines) {
-    int before = (int)(u64)lines.from & LINE - 1;
-    lines.from -= before, lines.odd += before, lines.bytes = lines.bytes ? (lines.bytes + before + LINE - 1) & -LINE : 0;
-}
-
-/// How often a barrier is arrived at for a copy.
-DEVICE int arrivals() {
-#if __CUDA_ARCH__ >= 900
-    return 1;
-#else
-    return 33;
-#endif
-}
-
-/// Begins to copy up to two blocks of lines, by a warp; a barrier waits for them, and for what its first lane wrote before.
-DEVICE void begin_copies(u32 barrier, u32 to, const Lines &a, u32 second_to, const Lines &b) {
-    int lane = threadIdx.x % 32;
-#if __CUDA_ARCH__ >= 900
-    if (lane > 0) return;
-    barrier_expect(barrier, a.bytes + b.bytes);
-    if (a.bytes) bulk_copy(to, a.from, a.bytes, barrier);
-    if (b.bytes) bulk_copy(second_to, b.from, b.bytes, barrier);
-#else
-    for (int i = 16 * lane; i < a.bytes; i += 32 * 16) copy_16(to + i, a.from + i, true);
-    for (int i = 16 * lane; i < b.bytes; i += 32 * 16) copy_16(second_to + i, b.from + i, true);
-    barrier_arrive_copied(barrier);
-    if (lane == 0) barrier_arrive(barrier);
-#endif
 }
 
 /// A pair and eight of its inner numbers.
@@ -264,23 +217,15 @@ DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item
 /// Stores a number that another block looks for.
 DEVICE void store_relaxed(float *to, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
 
-/// Rows of a matrix that came over the link, to the slot of their pair's expert, by `by.threads` threads of which this warp's begin at
-/// `by.thread`. `from`: where they lie in shared memory.
-DEVICE void keep_rows(const FewExperts &p, const Choice &choice, const Experts &e, int matrix, int pair, int first, int count, const u8 *from,
-                      Threads by) {
-    u8 *to = room_of(p.keep, choice.kept.slots[pair], matrix, choice.pairs[pair]) + (long)first * e.row_bytes;
-    int odd = (int)(u64)to & 15, bytes = odd + count * e.row_bytes;
-    for (int i = 16 * (by.thread + threadIdx.x % 32); i < bytes; i += 16 * by.threads) *(uint4 *)(to - odd + i) = *(const uint4 *)(from - odd + i);
-}
-
 /// Keeps an item's rows if they came over the link, by each of its warps a part.
 DEVICE void keep_item(const FewExperts &p, Choice &choice, const Eight &item, const u8 *at, int2 odd, int part) {
     barrier_wait(shared_address(&choice.kept.known), 0);
-    if (choice.kept.slots[item.pair] < 0) return;
-    int first = item.tile * 8, count = min(8, p.width - first);
+    int slot = choice.kept.slots[item.pair], first = item.tile * 8, count = min(8, p.width - first);
+    if (slot < 0) return;
+    u32 expert = choice.pairs[item.pair];
     Threads by = {32 * part, 32 * PARTS};
-    keep_rows(p, choice, p.gate, 0, item.pair, first, count, at + odd.x, by);
-    keep_rows(p, choice, p.up, 1, item.pair, first, count, at + p.high_at + odd.y, by);
+    keep_rows(room_of(p.keep, slot, 0, expert) + first * p.gate.row_bytes, at + odd.x, count * p.gate.row_bytes, by);
+    keep_rows(room_of(p.keep, slot, 1, expert) + first * p.up.row_bytes, at + p.high_at + odd.y, count * p.up.row_bytes, by);
 }
 
 /// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
@@ -431,8 +376,9 @@ DEVICE void bring_turns(const FewExperts &p, Choice &choice, u32 shared, int fir
 
 /// Keeps a tile of down if it came over the link.
 DEVICE void keep_tile(const FewExperts &p, const Choice &choice, int tile, int pair, const u8 *from, Threads by) {
-    if (choice.kept.slots[pair] < 0) return;
-    keep_rows(p, choice, p.down, 2, pair, tile * TILE, min(TILE, p.cols - tile * TILE), from, by);
+    int slot = choice.kept.slots[pair], first = tile * TILE;
+    if (slot < 0) return;
+    keep_rows(room_of(p.keep, slot, 2, choice.pairs[pair]) + first * p.down.row_bytes, from, min(TILE, p.cols - first) * p.down.row_bytes, by);
 }
 
 /// Products of a tile with the experts of all rows, by all warps but the last. `turn`: the first one of the tile.

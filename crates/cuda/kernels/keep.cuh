@@ -19,6 +19,14 @@ DEVICE bool is_far(const Keep &p, const u8 *matrix) {
 
 DEVICE u8 *room_of(const Keep &p, int slot, int matrix, u32 expert) { return room(p.book, slot, matrix, home(p.book, p.layer, matrix, expert)); }
 
+/// Keeps rows that lie in shared memory, in whole words around them, by `by.threads` threads of which this warp's begin at `by.thread`.
+DEVICE void keep_rows(u8 *to, const u8 *from, int bytes, Threads by) {
+    int odd = (int)(u64)to & 15;
+    for (int i = 16 * (by.thread + threadIdx.x % 32); i < odd + bytes; i += 16 * by.threads) {
+        *(uint4 *)(to - odd + i) = *(const uint4 *)(from - odd + i);
+    }
+}
+
 /// Finds slots for what is in none, by a warp. `ids`: a row's choice.
 DEVICE void find_missing(const Keep &p, const u32 *ids, Kept &kept) {
     const Book &book = p.book;

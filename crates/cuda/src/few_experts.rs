@@ -403,6 +403,7 @@ mod tests {
             let sources = [
                 include_str!("../kernels/few_experts.cu"),
                 include_str!("../kernels/planes.cuh"),
+                include_str!("../kernels/lines.cuh"),
                 include_str!("../kernels/few.cuh"),
                 include_str!("../kernels/spans.cuh"),
             ];

@@ -21,6 +21,7 @@ const EXPERTS: &str = include_str!("../kernels/experts.cu");
 const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
 const PLANES: &str = include_str!("../kernels/planes.cuh");
+const LINES: &str = include_str!("../kernels/lines.cuh");
 const FEW_EXPERTS: &str = include_str!("../kernels/few_experts.cu");
 const SPANS: &str = include_str!("../kernels/spans.cuh");
 const FEW_SPANS: &str = include_str!("../kernels/few_spans.cu");
@@ -315,7 +316,7 @@ impl Source {
         let names: Vec<&str> = types.iter().map(|ty| ty.name()).collect();
         let tables = codebooks(types);
         let shared = [COMMON, &tables, TYPES, RUNS, WHOLE, ROUTE, &PIPELINE, FEW_ROWS, FEW, SPANS];
-        let parts = [&shared[..], &[FEW_SPANS, FEW_HEAD, PLANES, BOOK, KEEP, FEW_EXPERTS]].concat();
+        let parts = [&shared[..], &[FEW_SPANS, FEW_HEAD, PLANES, LINES, BOOK, KEEP, FEW_EXPERTS]].concat();
         let name = format!("few {}", names.join(" "));
         let defines = [
             format!("TYPES={}", names.join(",")),
