@@ -2,11 +2,12 @@
 // are computed from wherever a table says they are: in a slot, or, over the link, where they lie.
 //
 // For a single row, experts' kernels fetch what is missing by themselves (`keep.cuh`). For several, what a layer has chosen and
-// what is in no slot is copied to an empty one before its experts are computed (`fetch_missing`). While
-// they and the next layer's mixer are, that layer's router is asked what it would choose of the residual stream as it is
-// (`fetch_look`), and what of that is missing is copied too, beside the kernels of the token (`fetch_missing` again). An expert
-// leaves its slot behind the last layer of a pass only (`fetch_settle`), when nobody reads it: so many slots are empty then as
-// the next pass will probably fill.
+// what is in no slot is copied to an empty one before its experts are computed (`fetch_missing`). While they and the next layer's
+// mixer are, that layer's router is asked what it would choose of the residual stream as it is (`fetch_look`), and what of that is
+// missing is copied too, beside the kernels of the token (`fetch_missing` again).
+//
+// An expert leaves its slot behind the last layer of a pass only (`fetch_settle`), when nobody reads it: so many slots are empty
+// then as the next pass will probably fill.
 
 const int COPIED = 32; // experts that are copied by one launch, at most
 
