@@ -561,7 +561,7 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
         gate_and_up(p, choice, shared, first, end, row);
     } else {
         for (int r = 0; r < p.count; r++) settle_choice(p, choice, r);
-        if (p.keep.book.slots) find_missing(p.keep, choice.ids[0], choice.kept);
+        if (p.keep.book.slots) find_missing(p.keep, choice.pairs, choice.kept);
         mark_others(p, choice);
     }
     if (Sizes::shared_spans(p)) multiply_shared(p, choice, shared, blockIdx.x);
@@ -588,5 +588,5 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
         store_output(p, choice, out, shared, i, tile);
         if (tile + (int)gridDim.x < Sizes::tiles(p)) __syncthreads();
     }
-    if (p.keep.book.slots) note_kept(p.keep, choice.ids[0], choice.kept);
+    if (p.keep.book.slots) note_kept(p.keep, choice.pairs, choice.kept);
 }

@@ -27,15 +27,15 @@ DEVICE void keep_rows(u8 *to, const u8 *from, int bytes, Threads by) {
     }
 }
 
-/// Finds slots for what is in none, by a warp. `ids`: a row's choice.
-DEVICE void find_missing(const Keep &p, const u32 *ids, Kept &kept) {
+/// Finds slots for what is in none, by a warp. `chosen`: by rank, a row's experts of this wave, or ~0.
+DEVICE void find_missing(const Keep &p, const u32 *chosen, Kept &kept) {
     const Book &book = p.book;
     int lane = threadIdx.x % 32, slot = -1;
-    u32 id = lane < book.used ? ids[lane] : 0;
-    bool is_missing = lane < book.used && book.slot_of[p.layer * book.experts + id] < 0;
-    // Where logits are no numbers the same expert may stand twice.
+    u32 id = lane < book.used ? chosen[lane] : ~0u;
+    bool is_missing = id != ~0u && book.slot_of[p.layer * book.experts + id] < 0;
     if (__any_sync(~0u, is_missing)) {
-        u32 alike = __match_any_sync(~0u, lane < book.used ? id : ~0u);
+        // Where logits are no numbers the same expert may stand twice.
+        u32 alike = __match_any_sync(~0u, id);
         is_missing = is_missing && __ffs(alike) - 1 == lane;
         u32 all = __ballot_sync(~0u, is_missing);
         int free = book.state->free, rank = __popc(all & ((1u << lane) - 1));
@@ -49,7 +49,7 @@ DEVICE void find_missing(const Keep &p, const u32 *ids, Kept &kept) {
 }
 
 /// Changes the books when no block reads them any more: the last one that comes here.
-DEVICE void note_kept(const Keep &p, const u32 *ids, const Kept &kept) {
+DEVICE void note_kept(const Keep &p, const u32 *chosen, const Kept &kept) {
     const Book &book = p.book;
     if (threadIdx.x >= 32 || kept.count == 0) return;
     int lane = threadIdx.x, slot = kept.slots[lane], before = 0;
@@ -57,7 +57,7 @@ DEVICE void note_kept(const Keep &p, const u32 *ids, const Kept &kept) {
     if (__shfl_sync(~0u, before, 0) < (int)gridDim.x - 1) return;
     if (lane == 0) book.state->arrived = 0, book.state->free -= kept.count, book.state->fetched += kept.count;
     if (slot < 0) return;
-    int expert = ids[lane];
+    int expert = chosen[lane];
     book.slot_of[p.layer * book.experts + expert] = slot;
     book.owner[slot] = p.layer * book.experts + expert;
     book.since[slot] = book.state->token;
