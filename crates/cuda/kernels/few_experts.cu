@@ -219,8 +219,7 @@ DEVICE void store_relaxed(float *to, float x) { asm volatile("st.relaxed.gpu.glo
 
 /// Keeps an item's rows if they came over the link, by each of its warps a part.
 DEVICE void keep_item(const FewExperts &p, Choice &choice, const Eight &item, const u8 *at, int2 odd, int part) {
-    barrier_wait(shared_address(&choice.kept.known), 0);
-    int slot = choice.kept.slots[item.pair], first = item.tile * 8, count = min(8, p.width - first);
+    int slot = slot_for(choice.kept, item.pair), first = item.tile * 8, count = min(8, p.width - first);
     if (slot < 0) return;
     u32 expert = choice.pairs[item.pair];
     Threads by = {32 * part, 32 * PARTS};
@@ -376,7 +375,7 @@ DEVICE void bring_turns(const FewExperts &p, Choice &choice, u32 shared, int fir
 
 /// Keeps a tile of down if it came over the link.
 DEVICE void keep_tile(const FewExperts &p, const Choice &choice, int tile, int pair, const u8 *from, Threads by) {
-    int slot = choice.kept.slots[pair], first = tile * TILE;
+    int slot = slot_for(choice.kept, pair), first = tile * TILE;
     if (slot < 0) return;
     keep_rows(room_of(p.keep, slot, 2, choice.pairs[pair]) + first * p.down.row_bytes, from, min(TILE, p.cols - first) * p.down.row_bytes, by);
 }

@@ -27,6 +27,12 @@ DEVICE void keep_rows(u8 *to, const u8 *from, int bytes, Threads by) {
     }
 }
 
+/// The slot that the expert of a rank is left in, or −1.
+DEVICE int slot_for(const Kept &kept, int rank) {
+    barrier_wait(shared_address(&kept.known), 0);
+    return kept.slots[rank];
+}
+
 /// Finds slots for what is in none, by a warp. `chosen`: by rank, a row's experts of this wave, or ~0.
 DEVICE void find_missing(const Keep &p, const u32 *chosen, Kept &kept) {
     const Book &book = p.book;
@@ -48,7 +54,7 @@ DEVICE void find_missing(const Keep &p, const u32 *chosen, Kept &kept) {
     if (lane == 0) barrier_arrive(shared_address(&kept.known));
 }
 
-/// Changes the books when no block reads them any more: the last one that comes here.
+/// Changes the books when no block reads them any more: the last one that comes here. Behind a barrier of all warps, which read them too.
 DEVICE void note_kept(const Keep &p, const u32 *chosen, const Kept &kept) {
     const Book &book = p.book;
     if (threadIdx.x >= 32 || kept.count == 0) return;
