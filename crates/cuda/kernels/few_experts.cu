@@ -218,11 +218,13 @@ DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item
 DEVICE void store_relaxed(float *to, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
 
 /// Keeps an item's rows if they came over the link, by each of its warps a part.
-DEVICE void keep_item(const FewExperts &p, Choice &choice, const Eight &item, const u8 *at, int2 odd, int part) {
+DEVICE void keep_item(const FewExperts &p, Choice &choice, const Eight &item, const u8 *shared, int copied) {
     int slot = slot_for(choice.kept, item.pair), first = item.tile * 8, count = min(8, p.width - first);
     if (slot < 0) return;
     u32 expert = choice.pairs[item.pair];
-    Threads by = {32 * part, 32 * PARTS};
+    int2 odd = choice.odd[copied];
+    const u8 *at = shared + p.slots_at + copied * p.slot_bytes;
+    Threads by = {thread_again() / 32 % PARTS * 32, 32 * PARTS};
     keep_rows(room_of(p.keep, slot, 0, expert) + first * p.gate.row_bytes, at + odd.x, count * p.gate.row_bytes, by);
     keep_rows(room_of(p.keep, slot, 1, expert) + first * p.up.row_bytes, at + p.high_at + odd.y, count * p.up.row_bytes, by);
 }
@@ -255,7 +257,7 @@ DEVICE void gate_and_up(const FewExperts &p, Choice &choice, u8 *shared, int fir
             int planes = p.planes_at + (number >= rows_end - of_row ? spans_of(p.cols) * PLANES : 0);
             barrier_wait(barrier_of(choice, slot), (turn & p.slots) != 0);
             if (here) multiply_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, choice.odd[slot], planes, part, to);
-            if (here && p.keep.book.slots) keep_item(p, choice, item, shared + p.slots_at + slot * p.slot_bytes, choice.odd[slot], part);
+            if (here && p.keep.book.slots) keep_item(p, choice, item, shared, slot);
             meet(1 + group, 32 * PARTS);
             // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
             int ahead = number + p.slots * p.groups;
@@ -374,9 +376,12 @@ DEVICE void bring_turns(const FewExperts &p, Choice &choice, u32 shared, int fir
 }
 
 /// Keeps a tile of down if it came over the link.
-DEVICE void keep_tile(const FewExperts &p, const Choice &choice, int tile, int pair, const u8 *from, Threads by) {
+DEVICE void keep_tile(const FewExperts &p, const Choice &choice, int tile, int pair, const u8 *from, int copied) {
     int slot = slot_for(choice.kept, pair), first = tile * TILE;
     if (slot < 0) return;
+    int parts = Sizes::parts(p);
+    Threads by = {parts == 2 ? thread_again() / 32 % 2 * 32 : 0, 32 * parts};
+    from += choice.down_odd[copied];
     keep_rows(room_of(p.keep, slot, 2, choice.pairs[pair]) + first * p.down.row_bytes, from, min(TILE, p.cols - first) * p.down.row_bytes, by);
 }
 
@@ -399,7 +404,7 @@ DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int t
             multiply_rows(p, choice, p.down, expert, x, p.width, shared, down_place(p, group, place) + choice.down_odd[slot], tile, span,
                           p.table_at[2], p.sums_at + (pair * spans + span) * TILE * 4);
         }
-        if (expert != NOTHING && p.keep.book.slots) keep_tile(p, choice, tile, pair, shared + down_place(p, group, place) + choice.down_odd[slot], {part * 32, parts * 32});
+        if (expert != NOTHING && p.keep.book.slots) keep_tile(p, choice, tile, pair, shared + down_place(p, group, place), slot);
         if (parts == 2) meet(1 + group, 64);
         else __syncwarp();
         if (part == 0) bring_turn(p, choice, shared_address(shared), group, turn + p.down_slots);
