@@ -60,6 +60,7 @@ struct FewExperts {
     int slot_bytes, high_at, down_bytes;    // of a slot of gate and up, where up begins in it, and of a slot of down
     int table_at[4];                        // of gate, up, down, shared, which may have none: 0
     int planes_at, scratch_at, sums_at, items_at, shared_at, down_at, slots_at;
+    Keep keep;
 };
 
 /// The choice of a pass's rows, and what copies are waited for by.
@@ -73,6 +74,7 @@ struct Choice {
     int down_odd[MOST_DOWN * MOST_SLOTS];
     float *inner, *other;                   // the inner numbers of this launch, and where those of the next one will be
     const u8 *plain[PARTS * MOST_GROUPS + 1][6]; // of each warp, plain matrices of both halves; the first one, then the second one, as both
+    Kept kept;
 };
 
 static_assert(sizeof(Choice) <= 9 << 10, "shared memory beside what the host asks for: `STATIC`");
@@ -102,46 +104,6 @@ DEVICE int thread_again() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
-}
-
-/// Neighbouring rows as they lie in a file, in whole words of 16 bytes; none of plain numbers, which stay where they are.
-struct Lines {
-    const u8 *from;
-    int odd, bytes;
-
-    DEVICE Lines of(const Experts &e, const u8 *matrix, int first, int count) { return at(e, matrix + (long)first * e.row_bytes, count); }
-
-    DEVICE Lines at(const Experts &e, const u8 *from, int count) {
-        Lines lines;
-        lines.odd = (int)(u64)from & 15;
-        lines.from = from - lines.odd, lines.bytes = e.plain || count == 0 ? 0 : (lines.odd + count * e.row_bytes + 15) & ~15;
-        return lines;
-    }
-};
-
-/// How often a barrier is arrived at for a copy.
-DEVICE int arrivals() {
-#if __CUDA_ARCH__ >= 900
-    return 1;
-#else
-    return 33;
-#endif
-}
-
-/// Begins to copy up to two blocks of lines, by a warp; a barrier waits for them, and for what its first lane wrote before.
-DEVICE void begin_copies(u32 barrier, u32 to, const Lines &a, u32 second_to, const Lines &b) {
-    int lane = threadIdx.x % 32;
-#if __CUDA_ARCH__ >= 900
-    if (lane > 0) return;
-    barrier_expect(barrier, a.bytes + b.bytes);
-    if (a.bytes) bulk_copy(to, a.from, a.bytes, barrier);
-    if (b.bytes) bulk_copy(second_to, b.from, b.bytes, barrier);
-#else
-    for (int i = 16 * lane; i < a.bytes; i += 32 * 16) copy_16(to + i, a.from + i, true);
-    for (int i = 16 * lane; i < b.bytes; i += 32 * 16) copy_16(second_to + i, b.from + i, true);
-    barrier_arrive_copied(barrier);
-    if (lane == 0) barrier_arrive(barrier);
-#endif
 }
 
 /// A pair and eight of its inner numbers.
@@ -175,6 +137,7 @@ DEVICE void bring_item(const FewExperts &p, Choice &choice, int pair, const Begi
     int count = expert == NOTHING ? 0 : 8;
     if (expert == NOTHING) expert = 0;
     Lines gate = Lines::at(p.gate, matrix_of(p.gate, expert) + begins.gate, count), up = Lines::at(p.up, matrix_of(p.up, expert) + begins.up, count);
+    if (is_far(p.keep, gate.from)) widen(gate), widen(up);
     if (threadIdx.x % 32 == 0) choice.odd[slot] = make_int2(gate.odd, up.odd);
     begin_copies(barrier_of(choice, slot), to, gate, to + p.high_at, up);
 }
@@ -189,6 +152,7 @@ DEVICE void bring_down(const FewExperts &p, Choice &choice, int tile, int pair, 
     u32 expert = tile < Sizes::tiles(p) && pair < p.count * p.used ? choice.pairs[pair] : NOTHING;
     int first = tile * TILE, slot = group * p.down_slots + turn, count = expert == NOTHING ? 0 : min(TILE, p.cols - first);
     Lines lines = Lines::of(p.down, matrix_of(p.down, count ? expert : 0), first, count), none = {0, 0, 0};
+    if (is_far(p.keep, lines.from)) widen(lines);
     if (threadIdx.x % 32 == 0) choice.down_odd[slot] = lines.odd;
     begin_copies(barrier_of(choice, DOWN_BARRIERS + slot), shared + down_place(p, group, turn), lines, 0, none);
 }
@@ -253,6 +217,18 @@ DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item
 /// Stores a number that another block looks for.
 DEVICE void store_relaxed(float *to, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
 
+/// Keeps an item's rows if they came over the link, by each of its warps a part.
+DEVICE void keep_item(const FewExperts &p, Choice &choice, const Eight &item, const u8 *shared, int copied) {
+    int slot = slot_for(choice.kept, item.pair), first = item.tile * 8, count = min(8, p.width - first);
+    if (slot < 0) return;
+    u32 expert = choice.pairs[item.pair];
+    int2 odd = choice.odd[copied];
+    const u8 *at = shared + p.slots_at + copied * p.slot_bytes;
+    Threads by = {thread_again() / 32 % PARTS * 32, 32 * PARTS};
+    keep_rows(room_of(p.keep, slot, 0, expert) + first * p.gate.row_bytes, at + odd.x, count * p.gate.row_bytes, by);
+    keep_rows(room_of(p.keep, slot, 1, expert) + first * p.up.row_bytes, at + p.high_at + odd.y, count * p.up.row_bytes, by);
+}
+
 /// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
 DEVICE void store_item(const FewExperts &p, const Choice &choice, const Eight &item, const float *sums) {
     int lane = threadIdx.x % 32, output = item.tile * 8 + lane;
@@ -281,6 +257,7 @@ DEVICE void gate_and_up(const FewExperts &p, Choice &choice, u8 *shared, int fir
             int planes = p.planes_at + (number >= rows_end - of_row ? spans_of(p.cols) * PLANES : 0);
             barrier_wait(barrier_of(choice, slot), (turn & p.slots) != 0);
             if (here) multiply_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, choice.odd[slot], planes, part, to);
+            if (here && p.keep.book.slots) keep_item(p, choice, item, shared, slot);
             meet(1 + group, 32 * PARTS);
             // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
             int ahead = number + p.slots * p.groups;
@@ -398,6 +375,16 @@ DEVICE void bring_turns(const FewExperts &p, Choice &choice, u32 shared, int fir
     for (int turn = first; turn < end; turn++) bring_turn(p, choice, shared, parts == 2 ? warp / 2 : warp, turn);
 }
 
+/// Keeps a tile of down if it came over the link.
+DEVICE void keep_tile(const FewExperts &p, const Choice &choice, int tile, int pair, const u8 *from, int copied) {
+    int slot = slot_for(choice.kept, pair), first = tile * TILE;
+    if (slot < 0) return;
+    int parts = Sizes::parts(p);
+    Threads by = {parts == 2 ? thread_again() / 32 % 2 * 32 : 0, 32 * parts};
+    from += choice.down_odd[copied];
+    keep_rows(room_of(p.keep, slot, 2, choice.pairs[pair]) + first * p.down.row_bytes, from, min(TILE, p.cols - first) * p.down.row_bytes, by);
+}
+
 /// Products of a tile with the experts of all rows, by all warps but the last. `turn`: the first one of the tile.
 DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int tile, int turn) {
     int warp = thread_again() / 32, parts = Sizes::parts(p), spans = Sizes::spans(p), group = parts == 2 ? warp / 2 : warp;
@@ -417,6 +404,7 @@ DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int t
             multiply_rows(p, choice, p.down, expert, x, p.width, shared, down_place(p, group, place) + choice.down_odd[slot], tile, span,
                           p.table_at[2], p.sums_at + (pair * spans + span) * TILE * 4);
         }
+        if (expert != NOTHING && p.keep.book.slots) keep_tile(p, choice, tile, pair, shared + down_place(p, group, place), slot);
         if (parts == 2) meet(1 + group, 64);
         else __syncwarp();
         if (part == 0) bring_turn(p, choice, shared_address(shared), group, turn + p.down_slots);
@@ -535,6 +523,7 @@ DEVICE void prepare(const FewExperts &p, Choice &choice, u8 *shared, const Roles
     int thread = threadIdx.x - 32 * (Sizes::warps(p) + 1 - roles.others);
     if (threadIdx.x / 32 == Sizes::warps(p)) {
         for (int i = threadIdx.x % 32; i <= SHARED_BARRIER; i += 32) barrier_init(barrier_of(choice, i), arrivals());
+        if (threadIdx.x % 32 == 0) barrier_init(shared_address(&choice.kept.known), 1);
         barriers_made();
         __syncwarp();
         if (Sizes::shared_spans(p) && (int)blockIdx.x < Sizes::tiles(p)) bring_shared(p, choice, blockIdx.x, shared_address(shared));
@@ -549,7 +538,8 @@ DEVICE void prepare(const FewExperts &p, Choice &choice, u8 *shared, const Roles
 
 /// Grid: a block for each multiprocessor, or fewer.
 KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ const FewExperts p) {
-    extern __shared__ __align__(16) u8 shared[];
+    extern __shared__ __align__(128) u8 in_lines[];
+    u8 *shared = in_lines;
     __shared__ Choice choice;
     next();
     int warp = threadIdx.x / 32, group = warp / PARTS, part = warp % PARTS;
@@ -575,6 +565,7 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
         gate_and_up(p, choice, shared, first, end, row);
     } else {
         for (int r = 0; r < p.count; r++) settle_choice(p, choice, r);
+        if (p.keep.book.slots) find_missing(p.keep, choice.pairs, choice.kept);
         mark_others(p, choice);
     }
     if (Sizes::shared_spans(p)) multiply_shared(p, choice, shared, blockIdx.x);
@@ -601,4 +592,5 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
         store_output(p, choice, out, shared, i, tile);
         if (tile + (int)gridDim.x < Sizes::tiles(p)) __syncthreads();
     }
+    if (p.keep.book.slots) note_kept(p.keep, choice.pairs, choice.kept);
 }

@@ -16,7 +16,7 @@ use crate::linear::Decode;
 use crate::moe::{Done, Gates};
 use crate::open::{LAYERED, Open};
 use crate::sources::{Source, Target};
-use crate::weights::Matrix as Weights;
+use crate::weights::{Experts, Matrix as Weights};
 use crate::{Cuda, kernels};
 
 mod tables;
@@ -33,7 +33,7 @@ struct Home {
 }
 
 /// What all kernels know of slots.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct Book {
     homes: u64,
@@ -52,6 +52,14 @@ struct Book {
     experts: i32,
     count: i32,
     used: i32,
+}
+
+/// How experts' kernels keep what they read over the link; of zeros: not at all.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub(crate) struct Keep {
+    book: Book,
+    layer: i32,
 }
 
 /// The numbers a book begins with.
@@ -116,6 +124,9 @@ const SPARE: i32 = 16;
 /// every check comes past that.
 const ORIGIN: i32 = 40 - 12_800;
 
+/// Bytes behind a tensor in pinned memory.
+const BEHIND: usize = 128;
+
 /// All experts of a model in pinned memory.
 pub struct PinnedExperts {
     /// Of each tensor: its number in the file, its bytes.
@@ -137,8 +148,8 @@ impl PinnedExperts {
         let mut tensors = Vec::with_capacity(numbers.len());
         for number in numbers {
             let len = model.gguf.bytes(&model.gguf.tensors()[number]).len();
-            // The GPU copies whole words of 16 bytes.
-            let pinned = device.pinned(len + 16);
+            // The GPU copies whole lines.
+            let pinned = device.pinned(len + BEHIND);
             tensors.push((number, pinned.map_err(failed("pinning memory of the host for all experts"))?));
         }
         let next = AtomicU64::new(0);
@@ -190,7 +201,7 @@ impl PinnedExperts {
         self.tensors.iter().find_map(|(number, pinned)| {
             let info = &self.model.gguf.tensors()[*number];
             let start = offset.checked_sub(info.offset).filter(|_| info.shard == shard)? as usize;
-            pinned.as_slice().get(..pinned.bytes - 16)?.get(start..start.checked_add(len)?)
+            pinned.as_slice().get(..pinned.bytes - BEHIND)?.get(start..start.checked_add(len)?)
         })
     }
 }
@@ -220,6 +231,8 @@ pub(crate) struct Fetch {
     _slots: Buffer,
     _decoded: Vec<Buffer>,
     home: Arc<PinnedExperts>,
+    /// Whether all weights of experts pass through shared memory on their way to products: all but plain numbers.
+    streams: bool,
     _module: Module,
 }
 
@@ -242,6 +255,8 @@ impl Fetch {
         let model = home.model.clone();
         let (layers, experts) = (model.experts.len(), model.spec.moe.experts);
         let homes = home.homes();
+        let matrices = model.experts.iter().flat_map(|layer| [&layer.gate, &layer.up, &layer.down]);
+        let streams = matrices.map(|tensor| tensor.ty).all(|ty| ty.block_len() > 1);
         let count = tables.slots(bytes);
         let modules = kernels::load(device, &[Source::fetch(target)])?;
         let module = modules.into_iter().next().expect("one source");
@@ -311,6 +326,7 @@ impl Fetch {
             _slots: slots,
             _decoded: decoded,
             home,
+            streams,
             _module: module,
         })
     }
@@ -433,12 +449,26 @@ impl Cuda {
         (open.single && open.pass.rows() <= fetch.rows()).then_some(fetch)
     }
 
+    /// Whether experts' kernels of a pass fetch by themselves: of a single row, since they read what rows share for each of them.
+    fn streams(&self, open: &Open) -> Option<&Fetch> {
+        self.fetches(open).filter(|fetch| fetch.streams && open.pass.rows() == 1)
+    }
+
+    /// How the kernel of a layer's experts, whose first matrices are `gate`, keeps what it fetches.
+    pub(crate) fn keep(&self, open: &Open, layer: usize, gate: Experts) -> Keep {
+        let fetch = self.streams(open).filter(|fetch| gate.places == fetch.places(layer));
+        fetch.map_or(Keep::default(), |fetch| Keep { book: fetch.book, layer: layer as i32 })
+    }
+
     /// Asks what rows will probably choose in `layer`, by what they are now: nobody waits for that, so that rows may change while they
     /// are read, which changes a guess and no result.
     pub(crate) fn foresee(&self, open: &Open, layer: usize) -> Done {
         let Some(fetch) = self.fetches(open).filter(|_| layer < self.model.spec.layers.len()) else {
             return Ok(());
         };
+        if self.streams(open).is_some() {
+            return Ok(()); // the link is busy enough with what was chosen
+        }
         let (device, experts) = (&self.device, self.model.spec.moe.experts);
         let look = Look {
             router: fetch.routers[layer],
@@ -475,6 +505,9 @@ impl Cuda {
         if self.fetches(open).is_none() {
             // Of an earlier pass: what has been begun to be fetched changes where experts are.
             return fetch.carry.before(self.device.stream);
+        }
+        if self.streams(open).is_some() {
+            return Ok(());
         }
         let stride = Gates::of(&self.model.spec, self.model.spec.moe.shared_width).stride;
         let p = fetch.missing(open, layer, (open.buffers.gates.at(), stride));

@@ -7,6 +7,7 @@ use model::{Mixer, Spec};
 use quant::Type;
 
 use crate::driver::{Buffer, Device};
+use crate::fetch::Keep;
 use crate::few::{FEW, FewExperts, SLACK, SPAN, TILE};
 use crate::moe::{Done, Gates, Mask};
 use crate::open::Open;
@@ -47,6 +48,7 @@ struct Single {
     first: i32,
     last: i32,
     layout: Layout,
+    keep: Keep,
 }
 
 /// Bytes that are brought to the second cache while experts are computed, so many by each block.
@@ -152,14 +154,17 @@ const PLANES: usize = 544;
 /// Bytes of zeros that shared memory begins with.
 const ZEROS: usize = 256;
 
+/// Bytes of a line of memory. What lies in lines of shared memory as it does in the host's comes over the link twice as fast.
+const LINE: usize = 128;
+
 /// Shared memory of a block beside what is asked for: the kernel's own, and the system's.
 const STATIC: usize = 10 << 10;
 
-/// Bytes of `rows` neighbouring rows of `cols` weights in whole words of 16; plain numbers are read where they lie.
+/// Bytes of `rows` neighbouring rows of `cols` weights in whole lines; plain numbers are read where they lie.
 fn lines(ty: Type, rows: usize, cols: usize) -> usize {
     match ty.block_len() {
         1 => 0,
-        _ => (15 + rows * ty.bytes(cols).expect("rows are whole blocks")).next_multiple_of(16),
+        _ => (LINE - 1 + rows * ty.bytes(cols).expect("rows are whole blocks")).next_multiple_of(LINE),
     }
 }
 
@@ -247,7 +252,7 @@ impl Shape {
         let steps = self.used * self.width.div_ceil(SPAN) + self.shared_cols.div_ceil(SPAN);
         let keys = 4 * self.rows * self.experts;
         let items_at = (sums_at + 4 * self.rows * steps * TILE).max(scratch_at + keys).next_multiple_of(16);
-        let shared_at = items_at + groups * 2 * PARTS * TILE * 4;
+        let shared_at = (items_at + groups * 2 * PARTS * TILE * 4).next_multiple_of(LINE);
         let down_at = shared_at + lines(of_shared, TILE, self.shared_cols);
         let down_bytes = lines(down, TILE, self.width);
         let down_groups = warps / self.width.div_ceil(SPAN).min(2);
@@ -357,6 +362,7 @@ impl Cuda {
             first: i32::from(first),
             last: i32::from(last),
             layout,
+            keep: self.keep(open, layer, gate),
         };
         let threads = 32 * (PARTS * layout.groups as usize + 1);
         self.device.launch(&self.kernels.few_experts, (blocks, 1, 1), threads, bytes, &p)
@@ -389,6 +395,7 @@ mod tests {
             ("MOST_SLOTS", MOST_SLOTS),
             ("PLANES", PLANES),
             ("ZEROS", ZEROS),
+            ("LINE", LINE),
             ("FEW", FEW),
             ("TILE", TILE),
             ("SPAN", SPAN),
@@ -396,6 +403,7 @@ mod tests {
             let sources = [
                 include_str!("../kernels/few_experts.cu"),
                 include_str!("../kernels/planes.cuh"),
+                include_str!("../kernels/lines.cuh"),
                 include_str!("../kernels/few.cuh"),
                 include_str!("../kernels/spans.cuh"),
             ];
@@ -517,16 +525,9 @@ mod tests {
                     let slots = (l.groups * l.slots * l.slot_bytes)
                         .max(warps / 2 * (l.down_slots - 1) * l.down_bytes);
                     assert!((l.slots_at + slots) as usize <= bytes);
-                    for at in [
-                        l.scratch_at,
-                        l.shared_at,
-                        l.down_at,
-                        l.slots_at,
-                        l.high_at,
-                        l.slot_bytes,
-                        l.down_bytes,
-                    ] {
-                        assert_eq!(at % 16, 0);
+                    assert_eq!(l.scratch_at % 16, 0);
+                    for at in [l.down_at, l.shared_at, l.slots_at, l.high_at, l.slot_bytes, l.down_bytes] {
+                        assert_eq!(at as usize % LINE, 0);
                     }
                 }
             }

@@ -21,6 +21,7 @@ const EXPERTS: &str = include_str!("../kernels/experts.cu");
 const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
 const PLANES: &str = include_str!("../kernels/planes.cuh");
+const LINES: &str = include_str!("../kernels/lines.cuh");
 const FEW_EXPERTS: &str = include_str!("../kernels/few_experts.cu");
 const SPANS: &str = include_str!("../kernels/spans.cuh");
 const FEW_SPANS: &str = include_str!("../kernels/few_spans.cu");
@@ -35,6 +36,8 @@ const ATTENTION: &str = include_str!("../kernels/attention.cu");
 const ATTN_SINGLE: &str = include_str!("../kernels/attn_single.cu");
 const MIX: &str = include_str!("../kernels/mix.cu");
 const PEAKS: &str = include_str!("../kernels/peaks.cu");
+const BOOK: &str = include_str!("../kernels/book.cuh");
+const KEEP: &str = include_str!("../kernels/keep.cuh");
 const FETCH: &str = include_str!("../kernels/fetch.cu");
 
 /// Behind [`RUNS`]: what looks like decoding and costs nothing. The numbers depend on something the compiler does not know.
@@ -320,7 +323,7 @@ impl Source {
             target,
             "few experts",
             types,
-            &[ROUTE, &PIPELINE, FEW_ROWS, SPANS, PLANES, FEW_EXPERTS],
+            &[ROUTE, &PIPELINE, FEW_ROWS, SPANS, PLANES, LINES, BOOK, KEEP, FEW_EXPERTS],
         )
     }
 
@@ -354,7 +357,7 @@ impl Source {
 
     /// Experts the GPU fetches by itself.
     pub fn fetch(target: &Target) -> Source {
-        Source::new(target, "fetch".to_string(), &[COMMON, ROUTE, FETCH], &[])
+        Source::new(target, "fetch".to_string(), &[COMMON, ROUTE, BOOK, FETCH], &[])
     }
 
     /// The DeltaNet mixer, for heads of `dim`.
