@@ -229,6 +229,7 @@ impl Backend for Cuda {
             let Open { state, buffers, .. } = *open;
             self.state.table.abort(state);
             self.spare.push(buffers);
+            self.wait_for_foreseen();
         }
     }
 

@@ -499,6 +499,14 @@ impl Cuda {
         self.device.launch_on(fetch.carry.stream, kernel, (BLOCKS, 1, 1), (THREADS, lists), &p)
     }
 
+    /// What is enqueued from now on waits for what an aborted pass has begun to fetch, which changes where experts are.
+    pub(crate) fn wait_for_foreseen(&self) {
+        if let Some(fetch) = &self.fetch {
+            // Where this fails everything that follows does, and says so.
+            let _ = fetch.carry.before(self.device.stream);
+        }
+    }
+
     /// Fetches what the pass has chosen in `layer`, and begins with what the next one will.
     pub(crate) fn fetch_chosen(&self, open: &Open, layer: usize) -> Done {
         let Some(fetch) = &self.fetch else { return Ok(()) };
