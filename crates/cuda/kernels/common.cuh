@@ -37,6 +37,13 @@ DEVICE void previous() {
 #endif
 }
 
+/// Has bytes brought to the second cache, where there is an instruction for that; both numbers multiples of 16.
+DEVICE void prefetch_bulk(const void *from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 /// Two floats to a pair of bf16, to nearest even.
 DEVICE u32 bf16_pair(float low, float high) {
     u32 out;

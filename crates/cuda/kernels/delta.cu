@@ -230,13 +230,6 @@ DEVICE void store_remote(float *to, int block, float x) {
 #endif
 }
 
-/// Has a head's state brought to the second cache, by one thread.
-DEVICE void fetch_state(const float *from) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(DIM * DIM * 4) : "memory");
-#endif
-}
-
 /// In shared memory.
 template <int COLUMNS> struct StepRoom {
     __align__(16) float vectors[2 * DIM + COLUMNS]; // q | k | v
@@ -318,7 +311,7 @@ template <int COLUMNS> DEVICE void delta_step(const Single &p) {
         // Half of all blocks may have room only when the kernel before ends.
         int ahead = row * gridDim.x + head + gridDim.x * gridDim.z / 2, other = ahead / gridDim.x;
         const float *from = other < gridDim.z ? p.from[other] : 0;
-        if (from) fetch_state(from + p.offset + (s.taps - 1) * channels(s) + (ahead - other * gridDim.x) * DIM * DIM);
+        if (from) prefetch_bulk(from + p.offset + (s.taps - 1) * channels(s) + (ahead - other * gridDim.x) * DIM * DIM, DIM * DIM * 4);
     }
     // The first DIM threads take the channels of q, the next those of k, then come those of v.
     int which = thread / DIM, place = thread % DIM;

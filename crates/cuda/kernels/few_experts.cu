@@ -474,12 +474,10 @@ DEVICE void mark_others(const FewExperts &p, const Choice &choice) {
 
 /// Has this block's share of what is read behind this kernel brought to the second cache, by a warp: memory has nothing else to do.
 DEVICE void look_ahead(const FewExperts &p) {
-#if __CUDA_ARCH__ >= 900
     int lane = threadIdx.x % 32;
     if (lane > 3) return;
     u32 from = blockIdx.x * p.ahead[lane].share, bytes = p.ahead[lane].bytes;
     if (from < bytes) prefetch_bulk(p.ahead[lane].at + from, min(p.ahead[lane].share, bytes - from));
-#endif
 }
 
 /// The choice of row `row`, by a warp.

@@ -52,11 +52,6 @@ DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32 barrier) {
                  : "memory");
 }
 
-/// Has bytes brought to the second cache; both numbers multiples of 16.
-DEVICE void prefetch_bulk(const void *from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 /// The copy engine may use the barriers that this thread made.
 DEVICE void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 

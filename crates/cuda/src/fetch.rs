@@ -1,15 +1,13 @@
 //! Experts that the GPU fetches by itself: all of them lie in pinned memory of the host, which it can read, and as many as
 //! fit in slots of its own. Which ones stay is decided on the GPU, so that a token needs no word from the host.
 
-use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::DriverError;
-use model::{ExpertSource, ExpertTensor, LayerCall, MappedExperts, Matrix, Model, Wave};
+use model::{ExpertSource, LayerCall, MappedExperts, Matrix, Model, Wave};
 use quant::Type;
 
-use crate::driver::{Buffer, Device, Function, Module, Pinned, Queue, failed};
+use crate::driver::{Buffer, Device, Function, Module, Queue, failed};
 use crate::error::{Error, Result};
 use crate::graph::Graphs;
 use crate::linear::Decode;
@@ -19,18 +17,12 @@ use crate::sources::{Source, Target};
 use crate::weights::{Experts, Matrix as Weights};
 use crate::{Cuda, kernels};
 
+mod pinned;
 mod tables;
 
+use pinned::Home;
+pub use pinned::PinnedExperts;
 use tables::Tables;
-
-/// A matrix of a layer's experts in pinned memory, as the kernels see it.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Home {
-    at: u64,
-    stride: i64,
-    bytes: i64,
-}
 
 /// What all kernels know of slots.
 #[derive(Clone, Copy, Default)]
@@ -124,88 +116,6 @@ const SPARE: i32 = 16;
 /// every check comes past that.
 const ORIGIN: i32 = 40 - 12_800;
 
-/// Bytes behind a tensor in pinned memory.
-const BEHIND: usize = 128;
-
-/// All experts of a model in pinned memory.
-pub struct PinnedExperts {
-    /// Of each tensor: its number in the file, its bytes.
-    tensors: Vec<(usize, Pinned)>,
-    model: Arc<Model>,
-}
-
-impl PinnedExperts {
-    /// Reads them.
-    ///
-    /// # Errors
-    /// If there is no GPU, or not so much memory.
-    pub fn read(model: &Arc<Model>, device: i32) -> Result<PinnedExperts> {
-        let device = Device::open(device)?;
-        let all = model.experts.iter().flat_map(|layer| [&layer.gate, &layer.up, &layer.down]);
-        let mut numbers: Vec<usize> = all.map(|tensor| tensor.tensor).collect();
-        numbers.sort_unstable();
-        numbers.dedup();
-        let mut tensors = Vec::with_capacity(numbers.len());
-        for number in numbers {
-            let len = model.gguf.bytes(&model.gguf.tensors()[number]).len();
-            // The GPU copies whole lines.
-            let pinned = device.pinned(len + BEHIND);
-            tensors.push((number, pinned.map_err(failed("pinning memory of the host for all experts"))?));
-        }
-        let next = AtomicU64::new(0);
-        std::thread::scope(|scope| {
-            for _ in 0..std::thread::available_parallelism().map_or(4, usize::from).min(16) {
-                scope.spawn(|| {
-                    while let Some((number, pinned)) =
-                        tensors.get(next.fetch_add(1, Ordering::Relaxed) as usize)
-                    {
-                        let bytes = model.gguf.bytes(&model.gguf.tensors()[*number]);
-                        // SAFETY: each tensor is filled by one thread, and nobody reads it yet.
-                        unsafe { pinned.fill(bytes) };
-                    }
-                });
-            }
-        });
-        Ok(PinnedExperts { tensors, model: model.clone() })
-    }
-
-    fn tensor(&self, number: usize) -> &Pinned {
-        let found = self.tensors.iter().find(|(tensor, _)| *tensor == number);
-        &found.expect("every tensor of experts was read").1
-    }
-
-    /// Whether addresses lie in it.
-    pub(crate) fn holds(&self, range: Range<usize>) -> bool {
-        self.tensors.iter().any(|(_, pinned)| {
-            let start = pinned.host() as usize;
-            range.start >= start && range.end <= start + pinned.bytes
-        })
-    }
-
-    /// Every matrix: [layers, 3].
-    fn homes(&self) -> Vec<Home> {
-        let layers = self.model.experts.iter().flat_map(|layer| [&layer.gate, &layer.up, &layer.down]);
-        layers.map(|tensor| self.home(tensor)).collect()
-    }
-
-    fn home(&self, tensor: &ExpertTensor) -> Home {
-        Home {
-            at: self.tensor(tensor.tensor).host() as u64 + tensor.offset,
-            stride: tensor.stride as i64,
-            bytes: tensor.bytes() as i64,
-        }
-    }
-
-    /// `len` bytes of file number `shard` from `offset` on, if they belong to experts.
-    pub fn bytes(&self, shard: usize, offset: u64, len: usize) -> Option<&[u8]> {
-        self.tensors.iter().find_map(|(number, pinned)| {
-            let info = &self.model.gguf.tensors()[*number];
-            let start = offset.checked_sub(info.offset).filter(|_| info.shard == shard)? as usize;
-            pinned.as_slice().get(..pinned.bytes - BEHIND)?.get(start..start.checked_add(len)?)
-        })
-    }
-}
-
 /// Kernels, of what they are for.
 struct FetchKernels {
     look: Function,
@@ -255,8 +165,7 @@ impl Fetch {
         let model = home.model.clone();
         let (layers, experts) = (model.experts.len(), model.spec.moe.experts);
         let homes = home.homes();
-        let matrices = model.experts.iter().flat_map(|layer| [&layer.gate, &layer.up, &layer.down]);
-        let streams = matrices.map(|tensor| tensor.ty).all(|ty| ty.block_len() > 1);
+        let streams = kernels::expert_types(&model).iter().all(|ty| ty.block_len() > 1);
         let count = tables.slots(bytes);
         let modules = kernels::load(device, &[Source::fetch(target)])?;
         let module = modules.into_iter().next().expect("one source");

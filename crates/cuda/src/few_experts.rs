@@ -155,7 +155,7 @@ const PLANES: usize = 544;
 const ZEROS: usize = 256;
 
 /// Bytes of a line of memory. What lies in lines of shared memory as it does in the host's comes over the link twice as fast.
-const LINE: usize = 128;
+pub(crate) const LINE: usize = 128;
 
 /// Shared memory of a block beside what is asked for: the kernel's own, and the system's.
 const STATIC: usize = 10 << 10;

@@ -92,8 +92,9 @@ impl Kernels {
         let types = types(model);
         let mut sources = sources(target, &model.spec, kv);
         // One source serves all models where nothing can be compiled.
-        let few_types = if compile::present() { dense_types(model) } else { Type::all().collect() };
-        let few_expert_types = if compile::present() { with_shared(model) } else { Type::all().collect() };
+        let all = || Type::all().collect();
+        let (few_types, few_expert_types) =
+            if compile::present() { (dense_types(model), with_shared(model)) } else { (all(), all()) };
         sources.push(Source::few(target, &few_types));
         sources.push(Source::few_experts(target, &few_expert_types));
         sources.extend(types.iter().map(|&ty| Source::weights(target, ty)));
@@ -255,9 +256,7 @@ fn types(model: &Model) -> Vec<Type> {
     let mut types = dense_types(model);
     types.extend(expert_types(model));
     types.push(model.embedding.ty);
-    types.sort_unstable();
-    types.dedup();
-    types
+    distinct(types)
 }
 
 /// Types of dense matrices; f32 is among them.
@@ -268,24 +267,23 @@ fn dense_types(model: &Model) -> Vec<Type> {
         Ok::<(), crate::Error>(())
     };
     model.weights.map(&mut note, &mut |_| Ok(())).expect("noting cannot fail");
-    types.sort_unstable();
-    types.dedup();
-    types
+    distinct(types)
 }
 
 /// Types of the routed experts.
-fn expert_types(model: &Model) -> Vec<Type> {
+pub(crate) fn expert_types(model: &Model) -> Vec<Type> {
     let all = model.experts.iter().flat_map(|layer| [layer.gate.ty, layer.up.ty, layer.down.ty]);
-    let mut types: Vec<Type> = all.collect();
-    types.sort_unstable();
-    types.dedup();
-    types
+    distinct(all.collect())
 }
 
 /// Types of the routed experts, and of the shared ones' down matrices, which are computed with them.
 fn with_shared(model: &Model) -> Vec<Type> {
     let mut types = expert_types(model);
     types.extend(model.weights.layers.iter().map(|layer| layer.moe.shared_down.ty));
+    distinct(types)
+}
+
+fn distinct(mut types: Vec<Type>) -> Vec<Type> {
     types.sort_unstable();
     types.dedup();
     types
