@@ -6,43 +6,87 @@ DEVICE u32 order_of(float x) {
     return x == x ? bits ^ ((int)bits < 0 ? 0xffffffffu : 0x80000000u) : 0;
 }
 
+/// The number whose order that is.
+DEVICE float number_of(u32 key) { return __uint_as_float(key ^ ((int)key < 0 ? 0x80000000u : 0xffffffffu)); }
+
 const int KEYS_OF_LANE = 16;
 
-/// Chooses where every lane's keys fit its registers: lane l holds those of the experts l, l + 32, … Returns false where keys are
-/// no numbers, or too many are alike. Stores `ids` and logits; `list`: 32 numbers, or one for each expert if there are fewer.
-DEVICE bool choose_listed(const float *logits, const u32 own[KEYS_OF_LANE], u32 best, int used, u32 *list, u32 *ids, float *values) {
-    int lane = threadIdx.x % 32, count = 0, rank = 0;
+/// The expert whose logit is number i of a lane's: four neighbours of each 128.
+DEVICE int expert_of(int lane, int i) { return i / 4 * 128 + lane * 4 + i % 4; }
+
+/// This lane's logits: of experts that are not there, nothing. A multiple of four experts, 512 at most.
+DEVICE void logits_of_lane(const float *logits, int experts, float own[KEYS_OF_LANE]) {
+    float none = __int_as_float(0xff800000);
+#pragma unroll
+    for (int i = 0; i < KEYS_OF_LANE; i += 4) {
+        int expert = expert_of(threadIdx.x % 32, i);
+        float4 v = make_float4(none, none, none, none);
+        if (expert < experts) v = *(const float4 *)(logits + expert);
+        own[i] = v.x, own[i + 1] = v.y, own[i + 2] = v.z, own[i + 3] = v.w;
+    }
+}
+
+/// Lists the experts of all lanes whose bits are set, 32 at most; their number, or 33 if there are more, or too many of one lane.
+DEVICE int list_experts(u32 bits, u32 *list) {
+    int lane = threadIdx.x % 32, at = 0, all = 0, count = __popc(bits);
+    u32 before = (1u << lane) - 1;
+#pragma unroll
+    for (int k = 0; k < 3; k++) {
+        u32 lanes = __ballot_sync(~0u, count >> k & 1);
+        at += __popc(lanes & before) << k, all += __popc(lanes) << k;
+    }
+    if (all > 32 || __any_sync(~0u, count > 7)) return 33;
+#pragma unroll 1
+    for (; bits; bits &= bits - 1) list[at++] = expert_of(lane, __ffs(bits) - 1);
+    __syncwarp();
+    return all;
+}
+
+/// How many of `all` keys, one in each lane, are larger than this lane's; of those that are alike, those with lower ids.
+DEVICE int rank_of(u32 key, u32 id, int all) {
+    int lane = threadIdx.x % 32, rank = 0;
+    bool alike = false;
+#pragma unroll 1
+    for (int first = 0; first < all; first += 8) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            u32 other = __shfl_sync(~0u, key, first + i);
+            rank += other > key, alike |= other == key && first + i != lane;
+        }
+    }
+    if (!__any_sync(~0u, alike && lane < all)) return rank;
+#pragma unroll 1
+    for (int i = 0; i < all; i++) {
+        u32 other = __shfl_sync(~0u, key, i), number = __shfl_sync(~0u, id, i);
+        rank += other == key && number < id;
+    }
+    return rank;
+}
+
+/// Chooses where every lane's keys fit its registers. Returns false where logits are no numbers, or too many are alike. Stores `ids` and
+/// logits; `list`: 32 numbers, or one for each expert if there are fewer.
+DEVICE bool choose_listed(const float *logits, int experts, int used, u32 *list, u32 *ids, float *values) {
+    int lane = threadIdx.x % 32;
+    float own[KEYS_OF_LANE], largest = __int_as_float(0xff800000);
+    logits_of_lane(logits, experts, own);
+#pragma unroll
+    for (int i = 0; i < KEYS_OF_LANE; i++) largest = fmaxf(largest, own[i]);
     // At least `used` keys are no less than the `used`-th of what lanes hold most; than a later one where some are alike.
-    u32 bound = 0;
+    u32 best = order_of(largest), bound = 0, bits = 0;
 #pragma unroll 2
     for (int i = 0; i < used; i++) {
         bound = __reduce_max_sync(~0u, best);
         best = best == bound ? 0 : best;
     }
-    if (bound == 0) return false;
+    float least = number_of(bound);
+    if (bound == 0 || !(least > __int_as_float(0xff800000))) return false;
 #pragma unroll
-    for (int i = 0; i < KEYS_OF_LANE; i++) count += own[i] >= bound;
-    int end = count;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        int before = __shfl_up_sync(~0u, end, step);
-        end += lane >= step ? before : 0;
-    }
-    int all = __shfl_sync(~0u, end, 31), at = end - count;
+    for (int i = 0; i < KEYS_OF_LANE; i++) bits |= own[i] >= least ? 1u << i : 0;
+    int all = list_experts(bits, list);
     if (all > 32) return false;
-#pragma unroll
-    for (int i = 0; i < KEYS_OF_LANE; i++) {
-        if (own[i] >= bound) list[at++] = lane + 32 * i;
-    }
-    __syncwarp();
     u32 id = lane < all ? list[lane] : 0;
     float logit = logits[id];
-    u32 key = order_of(logit);
-#pragma unroll 2
-    for (int i = 0; i < all; i++) {
-        u32 other = __shfl_sync(~0u, key, i), number = __shfl_sync(~0u, id, i);
-        rank += other > key || (other == key && number < id);
-    }
+    int rank = rank_of(lane < all ? order_of(logit) : 0, id, all);
     if (lane < all && rank < used) ids[rank] = id, values[rank] = logit;
     __syncwarp();
     return true;
@@ -62,7 +106,7 @@ DEVICE void choose_slowly(const float *logits, int experts, int used, u32 *keys,
     for (int i = 0; i < used; i++) {
         u32 key = __reduce_max_sync(~0u, best);
         u32 id = __reduce_min_sync(~0u, best == key && key > 0 ? place : 0xffffffffu);
-        float x = __uint_as_float(key ^ ((int)key < 0 ? 0x80000000u : 0xffffffffu));
+        float x = number_of(key);
         // Logits that are not numbers choose nothing: the lowest experts stand in, and the result shows it.
         if (key == 0) id = i, x = __int_as_float(0x7fffffff);
         if (i == lane) own = id, logit = x;
@@ -81,14 +125,8 @@ DEVICE void choose_slowly(const float *logits, int experts, int used, u32 *keys,
 /// Chooses the experts with the largest logits (ties to the lower number), those with larger ones first. `logits`: [experts]; `keys`:
 /// as many numbers of shared memory; `ids`, `values`, their logits: [used], used at most 32. By a warp.
 DEVICE void choose_experts(const float *logits, int experts, int used, u32 *keys, u32 *ids, float *values) {
-    int lane = threadIdx.x % 32;
-    u32 own[KEYS_OF_LANE], best = 0;
-#pragma unroll
-    for (int i = 0; i < KEYS_OF_LANE; i++) {
-        own[i] = lane + 32 * i < experts ? order_of(logits[lane + 32 * i]) : 0;
-        best = max(best, own[i]);
-    }
-    bool listed = experts <= 32 * KEYS_OF_LANE && choose_listed(logits, own, best, used, keys, ids, values);
+    // Rows of such logits begin at whole words of 16 bytes.
+    bool listed = experts % 4 == 0 && experts <= 32 * KEYS_OF_LANE && choose_listed(logits, experts, used, keys, ids, values);
     if (!listed) choose_slowly(logits, experts, used, keys, ids, values);
 }
 
