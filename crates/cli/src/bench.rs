@@ -17,11 +17,11 @@ use std::time::{Duration, Instant};
 
 use engine::plan::{self, Plan};
 use engine::{Cancel, Engine, LogitRows, Logits, Profile, Request, Sampler, Sampling, Session, Step};
-use experts::{Monitor, Stats};
+use experts::Monitor;
 use model::{KvType, Model, Peaks};
 
 use crate::args::BackendName;
-use crate::cache::{self, Room};
+use crate::cache::{self, Loads, Room};
 use crate::calibration::{Calibration, Reading};
 use crate::failure::{Failure, Outcome};
 use crate::interrupt;
@@ -130,7 +130,7 @@ struct Row {
     /// The stages of that run, or of one of its own where watching costs time.
     profile: Option<Profile>,
     /// What was loaded in all runs that count, and their seconds.
-    loads: Option<(Stats, Duration)>,
+    loads: Option<(Loads, Duration)>,
 }
 
 /// What a bench produced.
@@ -283,9 +283,8 @@ impl<'a> Bench<'a> {
             let turn = if self.monitor.is_some() { run as u64 } else { 0 };
             let seed = self.args.seed.wrapping_add(turn);
             let ids = random_ids(seed, shape.tokens, self.model.spec.vocab);
-            let stats = self.monitor.as_ref().map(Monitor::stats);
             if run == 1 {
-                before_runs = stats;
+                before_runs = self.monitor.clone().map(|monitor| Loads::new(Some(monitor)));
             }
             let time = self.once(shape.test, &ids, profile.as_mut(), &hear)?;
             if run > 0 {
@@ -296,9 +295,9 @@ impl<'a> Bench<'a> {
             }
         }
         bar.finish();
-        let loads = self.monitor.as_ref().zip(before_runs).map(|(monitor, before)| {
-            let all = Duration::from_secs_f64(seconds.iter().sum());
-            (monitor.stats().since(&before), all)
+        let loads = before_runs.map(|mut loads: Loads| {
+            loads.mark();
+            (loads, Duration::from_secs_f64(seconds.iter().sum()))
         });
         let middle = stats::middle(&seconds).unwrap_or(0);
         let profile = if own { profiles.pop() } else { profiles.into_iter().nth(middle) };

@@ -303,7 +303,12 @@ impl Loads {
     /// A line for each phase, given their names and times; none without a store.
     pub fn lines<const N: usize>(&self, phases: [(&str, Duration); N]) -> Vec<String> {
         let line = |((stats, copies), (name, time)): ((Stats, CopyStats), (&str, Duration))| {
-            line_of(name, &stats, time) + &copies_of(&copies, time)
+            let copied = copies_of(&copies, time);
+            // Where the GPU fetches by itself there is nothing else to tell.
+            match copied.strip_prefix("; ").filter(|_| stats.loads == 0 && stats.wanted() == 0) {
+                Some(copied) => format!("load, {name}: {copied}"),
+                None => line_of(name, &stats, time) + &copied,
+            }
         };
         self.phases().zip(phases).map(line).collect()
     }
@@ -345,7 +350,7 @@ fn copies_of(copies: &CopyStats, time: Duration) -> String {
 }
 
 /// What a store did, as JSON.
-pub fn stats_json(stats: &Stats) -> Value {
+fn stats_json(stats: &Stats) -> Value {
     json!({
         "experts": stats.loads,
         "bytes": stats.bytes,
@@ -364,7 +369,7 @@ pub fn stats_json(stats: &Stats) -> Value {
 }
 
 /// Bytes, loads, how busy the readers were, how long computation waited, and where experts were found.
-pub fn line_of(name: &str, stats: &Stats, time: Duration) -> String {
+fn line_of(name: &str, stats: &Stats, time: Duration) -> String {
     let seconds = time.as_secs_f64().max(1e-9);
     let share = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
     let mut line = format!(

@@ -8,7 +8,7 @@ use model::{Cost, Peaks};
 use serde_json::{Value, json};
 
 use super::{Bench, Results, Row, Test};
-use crate::{cache, report};
+use crate::report;
 
 impl Results<'_> {
     /// Tables, or one JSON object.
@@ -24,9 +24,9 @@ impl Results<'_> {
         }
         write!(out, "\n{}", self.table())?;
         for row in &self.rows {
-            if let Some((stats, time)) = &row.loads {
+            if let Some((loads, time)) = &row.loads {
                 let name = format!("{} {}", row.shape.test.name(), row.shape.tokens);
-                writeln!(out, "{}", cache::line_of(&name, stats, *time))?;
+                loads.lines([(&name, *time)]).iter().try_for_each(|line| writeln!(out, "{line}"))?;
             }
         }
         for row in &self.rows {
@@ -87,8 +87,8 @@ impl Results<'_> {
             "median": rates.median(), "min": rates.min(), "max": rates.max(), "samples": rates.all(),
             "seconds": row.seconds,
         });
-        if let Some((stats, time)) = &row.loads {
-            value["loads"] = cache::stats_json(stats);
+        if let Some((loads, time)) = &row.loads {
+            value["loads"] = loads.json().map_or(Value::Null, |mut phases| phases[0].take());
             value["loads"]["seconds"] = time.as_secs_f64().into();
         }
         if let Some(profile) = &row.profile {
