@@ -37,6 +37,7 @@ const HOT: &[&str] = &[
     "few_head",
     "more_head",
     "few_experts",
+    "more_experts",
 ];
 
 /// Types that a model's experts, with the shared ones, and its dense matrices have together: the recipes of `synth`.

@@ -1,161 +1,35 @@
-// Experts of up to eight rows of x, in one kernel: their choice, gate and up, and down, with the shared expert's.
+// Experts of one row of x, in one kernel: their choice, gate and up, and down, with the shared expert's.
 //
-// A block stands on each multiprocessor. Inner numbers pass from block to block as they are made: their places hold a mark until then,
-// and who needs them looks until it is gone, so that nobody waits for what he does not need. What does not depend on the choice
-// (tables, the shared expert's tile) is fetched or made before it is known; behind it each block asks at once for the first matrices
-// of both halves of its work. Neighbouring rows of a matrix lie together in a file and come by one copy.
+// A block stands on each multiprocessor. What does not depend on the choice (tables, the shared expert's tile) is fetched or made before
+// it is known; behind it each block asks at once for the first matrices of gate and up, and when those are there for its own of down.
+// The block that begins last is waited for by all others: so little is done before the choice, and by many warps side by side.
 //
-// Gate and up: an item is 8 inner numbers of one expert of one row of x. A block has neighbouring items; groups of PARTS warps take
-// them in turns, each warp a part of the columns. Each group has a ring of slots for what it multiplies next.
+// Gate and up: a block has neighbouring items. Down: it has tiles of 16 outputs. Groups of warps take experts in turns, each warp some
+// spans of 256 inner numbers. The last warp multiplies the shared expert's tile while the others have gate and up.
 //
-// Down: a block has tiles of 16 outputs. Groups of warps take pairs of row and expert in turns, each warp some spans of 256 inner
-// numbers. The last warp multiplies the shared expert's tile while the others have gate and up, or all do behind that.
-//
-// What is of experts that a wave has not is gone through as well, with nothing to copy or multiply.
-//
-// Shared memory: zeros, tables, two rows of x as planes, planes of each warp, sums of down ([pair][span][16], [row][span][16]; before
-// that the keys of `choose_experts`), sums of items, the shared expert's tile, the first slots of down, the slots of gate and up, in which
-// more of down come later.
+// Shared memory: zeros, tables, x as planes, planes of each warp, sums of down ([expert][span][16], behind those of the shared expert;
+// before that the keys of `choose_experts`), sums of items, the shared expert's tile, the first slots of down, the slots of gate and up, in
+// which more of down come later.
 
-const int PARTS = 4;                       // warps that share the columns of an item
-const int MOST_GROUPS = 5;                 // of so many warps in a block
-const int EXPERTS_THREADS = 32 * (PARTS * MOST_GROUPS + 1);
-const int MOST_SLOTS = 4;                  // of a group
-const int MOST_DOWN = PARTS * MOST_GROUPS; // groups of down
-const u32 NOTHING = 0xffffffffu;           // no expert of this wave
-const u32 MARK = 0xffffffffu;              // the bits of an inner number that is not there yet: no result has them
+/// The copies of an item, but for its expert: worked out before that is known, where matrices lie in words of 16 bytes (`aligned`).
+struct Prepared {
+    const u8 *gate, *up;
+    int gate_bytes, up_bytes;
 
-/// Experts of a wave, one bit each.
-struct Mask {
-    u32 bits[32];
-};
-
-DEVICE bool has(const Mask &mask, u32 expert) { return mask.bits[expert / 32] >> (expert % 32) & 1; }
-
-/// Bytes that are brought to the second cache, so many by each block.
-struct Ahead {
-    const u8 *at;
-    u32 bytes, share;
-};
-
-struct FewExperts {
-    Mask mask;
-    Experts gate, up, down, shared;         // routed ones, and the down matrix of the shared expert
-    const float *logits;                    // [count, …]: rows of `gates_stride` numbers, of which the first are of experts
-    const u16 *x;                           // [count, cols] bf16
-    u32 *ids;                               // [count, used], and so on: the choice, stored by the first block
-    float *weights;
-    u32 *order;
-    float *inner;                           // [2, inner_room], of which [count, used, width]: SiLU(gate · x) ⊙ (up · x)
-    const float *shared_gate, *shared_up;   // of the shared expert: [count, …] rows of `gates_stride`, `shared_cols` of each
-    const float *share;                     // [count] of rows of `gates_stride`: sigmoid of it times the shared expert's output
-    float *sum;                             // [count, cols]: left by the wave before, and for the next
-    float *hidden;                          // [count, cols]
-    u32 *launches;                          // how many blocks know the second number: of launches before
-    Ahead ahead[4];                         // what the kernels behind this one read next
-    int inner_room;
-    int width, cols, experts, used, gates_stride, count, shared_cols;
-    int first, last;                        // whether this is the first and the last wave
-    int groups, slots, down_slots;          // slots: of each group, powers of two
-    int slot_bytes, high_at, down_bytes;    // of a slot of gate and up, where up begins in it, and of a slot of down
-    int table_at[4];                        // of gate, up, down, shared, which may have none: 0
-    int planes_at, scratch_at, sums_at, items_at, shared_at, down_at, slots_at;
-    Keep keep;
-};
-
-/// The choice of a pass's rows, and what copies are waited for by.
-struct Choice {
-    u32 ids[FEW][32], order[FEW][32];
-    float weights[FEW][32];
-    u32 pairs[FEW * 32];                    // [row][rank]: its expert, or NOTHING
-    int2 ascending[FEW][32];                // by number: the pair, or −1; its weight
-    u64 barriers[MOST_GROUPS * MOST_SLOTS + MOST_DOWN * MOST_SLOTS + 1];
-    int2 odd[MOST_GROUPS * MOST_SLOTS];     // bytes from where copies of gate and up begin to what they bring
-    int down_odd[MOST_DOWN * MOST_SLOTS];
-    float *inner, *other;                   // the inner numbers of this launch, and where those of the next one will be
-    const u8 *plain[PARTS * MOST_GROUPS + 1][6]; // of each warp, plain matrices of both halves; the first one, then the second one, as both
-    Kept kept;
-};
-
-static_assert(sizeof(Choice) <= 9 << 10, "shared memory beside what the host asks for: `STATIC`");
-
-/// Numbers that depend on the shape alone.
-struct Sizes {
-    /// Items of an expert of a row; spans of inner numbers; those of the shared expert; tiles of 16 outputs.
-    DEVICE int items(const FewExperts &p) { return (p.width + 7) / 8; }
-    DEVICE int spans(const FewExperts &p) { return spans_of(p.width); }
-    DEVICE int shared_spans(const FewExperts &p) { return p.first ? spans_of(p.shared_cols) : 0; }
-    DEVICE int tiles(const FewExperts &p) { return (p.cols + TILE - 1) / TILE; }
-
-    /// Warps but for the last one, which has the shared expert.
-    DEVICE int warps(const FewExperts &p) { return PARTS * p.groups; }
-
-    /// Warps that share the spans of a tile of down, and groups of them.
-    DEVICE int parts(const FewExperts &p) { return min(2, spans(p)); }
-    DEVICE int groups(const FewExperts &p) { return PARTS * p.groups / parts(p); }
-};
-
-DEVICE u32 barrier_of(const Choice &choice, int i) { return shared_address(choice.barriers + i); }
-
-const int DOWN_BARRIERS = MOST_GROUPS * MOST_SLOTS, SHARED_BARRIER = DOWN_BARRIERS + MOST_DOWN * MOST_SLOTS;
-
-/// This thread's number, read anew: where it would otherwise be kept in a register through all products.
-DEVICE int thread_again() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
-
-/// A pair and eight of its inner numbers.
-struct Eight {
-    int pair, tile;
-
-    DEVICE Eight at(const FewExperts &p, int item) {
-        Eight out = {small_quotient(item, Sizes::items(p)), 0};
-        out.tile = item - out.pair * Sizes::items(p);
-        return out;
+    DEVICE Prepared of(const FewExperts &p, Choice &choice, const Begins &begins, int slot) {
+        Lines gate = Lines::at(p.gate, p.gate.at + begins.gate, 8), up = Lines::at(p.up, p.up.at + begins.up, 8);
+        if (threadIdx.x % 32 == 0) choice.odd[slot] = make_int2(gate.odd, up.odd);
+        return {gate.from, up.from, gate.bytes, up.bytes};
     }
 
-    DEVICE void step(Eight &item, int by, int items) {
-        item.tile += by;
-        while (item.tile >= items) item.tile -= items, item.pair++;
+    /// Begins them, by a warp.
+    DEVICE void begin(const FewExperts &p, const Prepared &item, const Choice &choice, int pair, u32 shared, int slot) {
+        u32 expert = choice.pairs[pair], to = shared + p.slots_at + slot * p.slot_bytes, of = expert == NOTHING ? 0 : expert;
+        Lines gate = {item.gate + (u64)of * (u32)p.gate.stride, 0, expert == NOTHING ? 0 : item.gate_bytes};
+        Lines up = {item.up + (u64)of * (u32)p.up.stride, 0, expert == NOTHING ? 0 : item.up_bytes};
+        begin_copies(barrier_of(choice, slot), to, gate, to + p.high_at, up);
     }
 };
-
-/// Where an item's rows begin in a matrix of gate and of up, in bytes: all but its expert, worked out before that is known.
-struct Begins {
-    u32 gate, up;
-
-    DEVICE Begins of(const FewExperts &p, const Eight &item) {
-        return {(u32)(item.tile * 8 * p.gate.row_bytes), (u32)(item.tile * 8 * p.up.row_bytes)};
-    }
-};
-
-/// Begins to copy an item's rows of gate and up to a slot, by a warp.
-DEVICE void bring_item(const FewExperts &p, Choice &choice, int pair, const Begins &begins, u32 shared, int slot) {
-    u32 expert = choice.pairs[pair], to = shared + p.slots_at + slot * p.slot_bytes;
-    int count = expert == NOTHING ? 0 : 8;
-    if (expert == NOTHING) expert = 0;
-    Lines gate = Lines::at(p.gate, matrix_of(p.gate, expert) + begins.gate, count), up = Lines::at(p.up, matrix_of(p.up, expert) + begins.up, count);
-    if (is_far(p.keep, gate.from)) widen(gate), widen(up);
-    if (threadIdx.x % 32 == 0) choice.odd[slot] = make_int2(gate.odd, up.odd);
-    begin_copies(barrier_of(choice, slot), to, gate, to + p.high_at, up);
-}
-
-/// Where a slot of down lies: the first one of each group by itself, others where gate and up have been.
-DEVICE int down_place(const FewExperts &p, int group, int turn) {
-    return turn == 0 ? p.down_at + group * p.down_bytes : p.slots_at + (group * (p.down_slots - 1) + turn - 1) * p.down_bytes;
-}
-
-/// Begins to copy a tile of the down matrix of a pair's expert, by a warp; of no pair, nothing.
-DEVICE void bring_down(const FewExperts &p, Choice &choice, int tile, int pair, u32 shared, int group, int turn) {
-    u32 expert = tile < Sizes::tiles(p) && pair < p.count * p.used ? choice.pairs[pair] : NOTHING;
-    int first = tile * TILE, slot = group * p.down_slots + turn, count = expert == NOTHING ? 0 : min(TILE, p.cols - first);
-    Lines lines = Lines::of(p.down, matrix_of(p.down, count ? expert : 0), first, count), none = {0, 0, 0};
-    if (is_far(p.keep, lines.from)) widen(lines);
-    if (threadIdx.x % 32 == 0) choice.down_odd[slot] = lines.odd;
-    begin_copies(barrier_of(choice, DOWN_BARRIERS + slot), shared + down_place(p, group, turn), lines, 0, none);
-}
 
 /// Begins to copy a tile of the shared expert.
 DEVICE void bring_shared(const FewExperts &p, Choice &choice, int tile, u32 shared) {
@@ -163,197 +37,32 @@ DEVICE void bring_shared(const FewExperts &p, Choice &choice, int tile, u32 shar
     begin_copies(barrier_of(choice, SHARED_BARRIER), shared + p.shared_at, lines, 0, none);
 }
 
-/// Stages up to two rows of x as planes, by `warps` warps of which this is number `warp`.
-DEVICE void stage_x(const FewExperts &p, u8 *shared, int row, int warp, int warps) {
-    int lane = threadIdx.x % 32, spans = spans_of(p.cols), rows = min(2, p.count - row);
-#pragma unroll 1
-    for (int i = warp; i < rows * spans; i += warps) {
-        bool second = i >= spans;
-        int column = (second ? i - spans : i) * SPAN + lane * 8;
-        uint4 v = column < p.cols ? *(const uint4 *)(p.x + (long)(row + second) * p.cols + column) : make_uint4(0, 0, 0, 0);
-        u32 pairs[4] = {v.x, v.y, v.z, v.w};
-        float x[8];
-#pragma unroll
-        for (int k = 0; k < 8; k++) x[k] = bf16_value((u16)(pairs[k / 2] >> (k % 2 * 16)));
-        store_planes(shared + p.planes_at + i * PLANES, x);
-    }
-}
-
-/// Sums of an item's 16 rows by this warp's part of the columns, of its slot at `at`.
-DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item, u8 *shared, int at, int2 odd, int planes, int part, int to) {
-    int lane = threadIdx.x % 32, g = lane / 4, spans = (spans_of(p.cols) + PARTS - 1) / PARTS, span = part * spans;
-    int columns = min(spans * SPAN, p.cols - span * SPAN);
-    float low = 0.0f, high = 0.0f;
-    if (columns > 0) {
-        Halves rows;
-        rows.low = at + odd.x + g * p.gate.row_bytes + span * p.gate.span;
-        rows.high = at + p.high_at + odd.y + g * p.up.row_bytes + span * p.up.span;
-        rows.plain = choice.plain[threadIdx.x / 32];
-        if (p.gate.plain || p.up.plain) {
-            u32 expert = choice.pairs[item.pair], row = min(item.tile * 8 + g, p.width - 1);
-            if (lane < 6) rows.plain[lane] = lane == 1 || lane > 3 ? matrix_of(p.up, expert) : matrix_of(p.gate, expert);
-            if (p.gate.plain) rows.low = row * p.gate.row_bytes + span * p.gate.span;
-            if (p.up.plain) rows.high = row * p.up.row_bytes + span * p.up.span;
-            __syncwarp();
-        }
-        planes += span * PLANES;
-        bool mixed = p.gate.type != p.up.type;
-        // Matrices of two types: each by itself, and half of that is left unused.
-#pragma unroll 1
-        for (int i = 0; i <= (int)mixed; i++) {
-            float sums[2] = {};
-            Halves twice = rows;
-            if (mixed) twice.low = twice.high = i ? rows.high : rows.low, twice.plain += 2 + 2 * i;
-            multiply_halves(sums, i ? p.up.type : p.gate.type, shared, twice, planes, columns, p.table_at[i]);
-            if (i == 0) low = sums[0];
-            if (i == (int)mixed) high = sums[1];
-        }
-    }
-    low = row_sum(low), high = row_sum(high);
-    float *sums = (float *)(shared + to) + part * TILE + g;
-    if (lane % 4 == 0) sums[0] = low, sums[8] = high;
-}
-
-/// Stores a number that another block looks for.
-DEVICE void store_relaxed(float *to, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
-
-/// Keeps an item's rows if they came over the link, by each of its warps a part.
-DEVICE void keep_item(const FewExperts &p, Choice &choice, const Eight &item, const u8 *shared, int copied) {
-    int slot = slot_for(choice.kept, item.pair), first = item.tile * 8, count = min(8, p.width - first);
-    if (slot < 0) return;
-    u32 expert = choice.pairs[item.pair];
-    int2 odd = choice.odd[copied];
-    const u8 *at = shared + p.slots_at + copied * p.slot_bytes;
-    Threads by = {thread_again() / 32 % PARTS * 32, 32 * PARTS};
-    keep_rows(room_of(p.keep, slot, 0, expert) + first * p.gate.row_bytes, at + odd.x, count * p.gate.row_bytes, by);
-    keep_rows(room_of(p.keep, slot, 1, expert) + first * p.up.row_bytes, at + p.high_at + odd.y, count * p.up.row_bytes, by);
-}
-
-/// Adds up an item's sums of all parts, [part][16], and stores its inner numbers; by a warp.
-DEVICE void store_item(const FewExperts &p, const Choice &choice, const Eight &item, const float *sums) {
-    int lane = threadIdx.x % 32, output = item.tile * 8 + lane;
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < PARTS; i++) sum += sums[i * TILE + lane % TILE];
-    float up = __shfl_down_sync(~0u, sum, 8);
-    float x = silu(sum) * up;
-    if (__float_as_uint(x) == MARK) x = __uint_as_float(0x7fffffffu);
-    // All eight in one store.
-    if (lane < 8 && output < p.width) store_relaxed(choice.inner + (long)item.pair * p.width + output, x);
-}
-
-/// The items `first` to `end` of a block, by all warps but the last; `row`: of the first one. Copies to all slots have begun.
-DEVICE void gate_and_up(const FewExperts &p, Choice &choice, u8 *shared, int first, int end, int row) {
-    int warp = threadIdx.x / 32, group = warp / PARTS, part = warp % PARTS, items = Sizes::items(p), of_row = items * p.used;
-    Eight item = Eight::at(p, first + group);
-    int number = first + group, turn = 0;
-#pragma unroll 1
-    for (int rows_end = (row + 2) * of_row;; rows_end += 2 * of_row) {
-#pragma unroll 1
-        for (; number < min(end, rows_end); number += p.groups, Eight::step(item, p.groups, items), turn++) {
-            int slot = group * p.slots + (turn & (p.slots - 1));
-            int to = p.items_at + (group * 2 + turn % 2) * PARTS * TILE * 4;
-            bool here = choice.pairs[item.pair] != NOTHING;
-            int planes = p.planes_at + (number >= rows_end - of_row ? spans_of(p.cols) * PLANES : 0);
-            barrier_wait(barrier_of(choice, slot), (turn & p.slots) != 0);
-            if (here) multiply_item(p, choice, item, shared, p.slots_at + slot * p.slot_bytes, choice.odd[slot], planes, part, to);
-            if (here && p.keep.book.slots) keep_item(p, choice, item, shared, slot);
-            meet(1 + group, 32 * PARTS);
-            // Each warp in turn stores, and another one asks for what comes next to the slot that is free now.
-            int ahead = number + p.slots * p.groups;
-            if (here && part == turn % PARTS) store_item(p, choice, item, (const float *)(shared + to));
-            if (part == (turn + 1) % PARTS && ahead < end) {
-                Eight next = Eight::at(p, ahead);
-                bring_item(p, choice, next.pair, Begins::of(p, next), shared_address(shared), slot);
-            }
-        }
-        if (rows_end >= end) break;
-        meet(15, 32 * PARTS * p.groups);
-        stage_x(p, shared, rows_end / of_row, warp, PARTS * p.groups);
-        meet(15, 32 * PARTS * p.groups);
-    }
-}
-
-/// The first row of two in a tile of 16 that this lane has; the other one is the second next. So rows of 132 bytes lie in different banks.
-DEVICE int low_row() {
-    int g = threadIdx.x % 32 / 4;
-    return g % 2 + g / 2 % 2 * 8 + g / 4 * 4;
-}
-
-/// Multiplies eight numbers of each lane, a span of one of `width` numbers, with a tile of an expert whose first row lies at `at`, and
-/// leaves 16 sums. `planes`: of this warp.
-DEVICE void multiply_rows(const FewExperts &p, Choice &choice, const Experts &e, u32 expert, const float x[8], int width, u8 *shared, int at,
-                          int tile, int span, int table, int to) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = low_row(), planes = p.scratch_at + warp * PLANES;
-    float sums[2] = {};
-    Halves rows;
-    rows.low = at + row * e.row_bytes + span * e.span, rows.high = rows.low + 2 * e.row_bytes;
-    rows.plain = choice.plain[warp];
-    __syncwarp(); // behind products with what planes and places of plain numbers were before
-    if (e.plain) {
-        if (lane < 2) rows.plain[lane] = matrix_of(e, expert);
-        rows.low = min(tile * TILE + row, p.cols - 1) * e.row_bytes + span * e.span;
-        rows.high = min(tile * TILE + row + 2, p.cols - 1) * e.row_bytes + span * e.span;
-    }
-    store_planes(shared + planes, x);
-    __syncwarp();
-    multiply_halves(sums, e.type, shared, rows, planes, min(SPAN, width - span * SPAN), table);
-    float low = row_sum(sums[0]), high = row_sum(sums[1]);
-    float *out = (float *)(shared + to) + low_row();
-    if (lane % 4 == 0) out[0] = low, out[2] = high;
-}
-
-/// Products of the shared expert's tile with all rows: of few by the last warp, else by all.
+/// Products of the shared expert's tile: of few spans by the last warp, else by all.
 DEVICE void multiply_shared(const FewExperts &p, Choice &choice, u8 *shared, int tile) {
-    int thread = thread_again(), lane = thread % 32, warp = thread / 32, warps = Sizes::warps(p) + 1, spans = Sizes::shared_spans(p), all = p.count * spans;
+    int thread = thread_again(), lane = thread % 32, warp = thread / 32, warps = Sizes::warps(p) + 1, all = Sizes::shared_spans(p);
     bool few = all <= 4;
-    int sums = p.sums_at + p.count * p.used * Sizes::spans(p) * TILE * 4;
+    int sums = p.sums_at + p.used * Sizes::spans(p) * TILE * 4;
     int odd = (int)(u64)(p.shared.at + (long)tile * TILE * p.shared.row_bytes) & 15;
     if (tile >= Sizes::tiles(p)) return;
 #pragma unroll 1
-    for (int i = few ? (warp < warps - 1 ? all : 0) : warp; i < all; i += few ? 1 : warps) {
-        int row = i / spans, span = i - row * spans, column = span * SPAN + lane * 8;
-        const float *from = p.shared_gate + (long)row * p.gates_stride + column;
+    for (int span = few ? (warp < warps - 1 ? all : 0) : warp; span < all; span += few ? 1 : warps) {
+        int column = span * SPAN + lane * 8;
         float gate[8], up[8];
-        spread(numbers_at(from, column < p.shared_cols), gate);
-        spread(numbers_at(from + (p.shared_up - p.shared_gate), column < p.shared_cols), up);
+        spread(numbers_at(p.shared_gate + column, column < p.shared_cols), gate);
+        spread(numbers_at(p.shared_up + column, column < p.shared_cols), up);
 #pragma unroll
         for (int k = 0; k < 8; k++) gate[k] = silu(gate[k]) * up[k];
         barrier_wait(barrier_of(choice, SHARED_BARRIER), tile / gridDim.x & 1);
-        multiply_rows(p, choice, p.shared, 0, gate, p.shared_cols, shared, p.shared_at + odd, tile, span, p.table_at[3], sums + i * TILE * 4);
+        multiply_rows(p, choice, p.shared, 0, gate, p.shared_cols, shared, p.shared_at + odd, tile, span, p.table_at[3], sums + span * TILE * 4,
+                      threadIdx.x % 32);
     }
 }
 
-DEVICE uint4 load_relaxed(const float *from) {
-    uint4 x;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
-    return x;
-}
-
-DEVICE bool is_there(const uint4 &x) { return x.x != MARK && x.y != MARK && x.z != MARK && x.w != MARK; }
-
-/// Eight inner numbers of each lane, when they are there; of lanes that are not `inside`, zeros.
-DEVICE void inner_numbers(const float *from, bool inside, float x[8]) {
-    uint4 low, high;
-    bool there;
-    u32 polls = 0;
-    do {
-        low = high = make_uint4(0, 0, 0, 0);
-        if (inside) low = load_relaxed(from), high = load_relaxed(from + 4);
-        there = is_there(low) && is_there(high);
-        // Some 20 s: a block is missing, which an error is better than.
-        if (++polls == 1u << 25) asm volatile("trap;");
-    } while (!__all_sync(~0u, there));
-    u32 bits[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = __uint_as_float(bits[i]);
-}
-
-/// What a group of down has in its turn: a pair of a tile. All groups have as many turns a tile, some of them with nothing to do.
+/// What a group of down has in its turn: an expert (`pair`) of a tile. All groups have as many turns a tile, some of them with nothing to do.
 struct Turn {
     int tile, pair;
 
-    DEVICE int of_tile(const FewExperts &p) { return (p.count * p.used + Sizes::groups(p) - 1) / Sizes::groups(p); }
+    DEVICE int of_tile(const FewExperts &p) { return (p.used + Sizes::groups(p) - 1) / Sizes::groups(p); }
 
     DEVICE Turn at(const FewExperts &p, int group, int turn) {
         int of = of_tile(p), tiles = small_quotient(turn, of);
@@ -375,6 +84,32 @@ DEVICE void bring_turns(const FewExperts &p, Choice &choice, u32 shared, int fir
     for (int turn = first; turn < end; turn++) bring_turn(p, choice, shared, parts == 2 ? warp / 2 : warp, turn);
 }
 
+#if __CUDA_ARCH__ >= 900
+
+/// Whether a group has one item of gate and up at most, and one turn of down: their copies come one behind the other then.
+DEVICE bool has_one_turn(const FewExperts &p) {
+    return p.slots == 1 && p.down_slots == 1 && Turn::of_tile(p) == 1 && Sizes::tiles(p) <= (int)gridDim.x;
+}
+
+/// Begins to copy all groups' only turn of down when all of a block's `items` are there, which come sooner so, by a warp: a group for each
+/// lane.
+DEVICE void bring_all_down(const FewExperts &p, Choice &choice, u32 shared, int items) {
+#pragma unroll 1
+    for (int group = 0; group < items; group++) barrier_wait(barrier_of(choice, group), 0);
+    int group = threadIdx.x % 32;
+    if (group >= Sizes::groups(p)) return;
+    Lines lines = lines_of_down(p, choice, blockIdx.x, group), none = {0, 0, 0};
+    choice.down_odd[group] = lines.odd;
+    begin_copies_alone(barrier_of(choice, DOWN_BARRIERS + group), shared + down_place(p, group, 0), lines, 0, none);
+}
+
+#else
+
+DEVICE bool has_one_turn(const FewExperts &) { return false; }
+DEVICE void bring_all_down(const FewExperts &, Choice &, u32, int) {}
+
+#endif
+
 /// Keeps a tile of down if it came over the link.
 DEVICE void keep_tile(const FewExperts &p, const Choice &choice, int tile, int pair, const u8 *from, int copied) {
     int slot = slot_for(choice.kept, pair), first = tile * TILE;
@@ -385,14 +120,14 @@ DEVICE void keep_tile(const FewExperts &p, const Choice &choice, int tile, int p
     keep_rows(room_of(p.keep, slot, 2, choice.pairs[pair]) + first * p.down.row_bytes, from, min(TILE, p.cols - first) * p.down.row_bytes, by);
 }
 
-/// Products of a tile with the experts of all rows, by all warps but the last. `turn`: the first one of the tile.
+/// Products of a tile with the chosen experts, by all warps but the last. `turn`: the first one of the tile.
 DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int tile, int turn) {
     int warp = thread_again() / 32, parts = Sizes::parts(p), spans = Sizes::spans(p), group = parts == 2 ? warp / 2 : warp;
     int part = parts == 2 ? warp % 2 : 0;
 #pragma unroll 1
     for (int end = turn + Turn::of_tile(p); turn < end; turn++) {
         int pair = Turn::at(p, group, turn).pair, place = turn & (p.down_slots - 1), slot = group * p.down_slots + place;
-        u32 expert = pair < p.count * p.used ? choice.pairs[pair] : NOTHING;
+        u32 expert = pair < p.used ? choice.pairs[pair] : NOTHING;
         // Also where nothing comes: a phase that nobody waits for might not be over when the next one is waited for.
         if (expert == NOTHING) barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot), (turn & p.down_slots) != 0);
 #pragma unroll 1
@@ -402,44 +137,27 @@ DEVICE void multiply_down(const FewExperts &p, Choice &choice, u8 *shared, int t
             inner_numbers(choice.inner + (long)pair * p.width + column, column < p.width, x);
             barrier_wait(barrier_of(choice, DOWN_BARRIERS + slot), (turn & p.down_slots) != 0);
             multiply_rows(p, choice, p.down, expert, x, p.width, shared, down_place(p, group, place) + choice.down_odd[slot], tile, span,
-                          p.table_at[2], p.sums_at + (pair * spans + span) * TILE * 4);
+                          p.table_at[2], p.sums_at + (pair * spans + span) * TILE * 4, threadIdx.x % 32);
         }
         if (expert != NOTHING && p.keep.book.slots) keep_tile(p, choice, tile, pair, shared + down_place(p, group, place), slot);
-        if (parts == 2) meet(1 + group, 64);
+        if (parts == 2) meet(1 + MOST_GROUPS + group, 64); // others may still be at those of gate and up
         else __syncwarp();
         if (part == 0) bring_turn(p, choice, shared_address(shared), group, turn + p.down_slots);
     }
 }
 
-/// What a thread needs to add up its output of a row, asked for early.
-struct Output {
-    float before, total, share;
-    bool exists;
-
-    DEVICE Output of(const FewExperts &p, int i, int tile) {
-        int row = i / TILE, column = tile * TILE + i % TILE;
-        Output out = {0.0f, 0.0f, 0.0f, i < p.count * TILE && column < p.cols};
-        if (!out.exists) return out;
-        long place = (long)row * p.cols + column;
-        if (p.last) out.before = p.hidden[place];
-        if (p.first) out.share = p.share[(long)row * p.gates_stride];
-        else out.total = p.sum[place];
-        return out;
-    }
-};
-
-/// Adds up an output of a row: share · shared expert + Σ weight · down · x over the chosen experts, ascending.
+/// Adds up an output: share · shared expert + Σ weight · down · x over the chosen experts, ascending.
 DEVICE void store_output(const FewExperts &p, const Choice &choice, const Output &out, const u8 *shared, int i, int tile) {
     if (!out.exists) return;
-    int row = i / TILE, spans = Sizes::spans(p), shared_spans = Sizes::shared_spans(p);
-    const float *from = (const float *)(shared + p.sums_at) + i % TILE, *of_shared = from + (p.count * p.used * spans + row * shared_spans) * TILE;
+    int spans = Sizes::spans(p), shared_spans = Sizes::shared_spans(p);
+    const float *from = (const float *)(shared + p.sums_at) + i, *of_shared = from + p.used * spans * TILE;
     float total = out.total;
 #pragma unroll 2
     for (int s = 0; s < shared_spans; s++) total += of_shared[s * TILE];
     if (p.first) total *= sigmoid(out.share);
 #pragma unroll 4
     for (int e = 0; e < p.used; e++) {
-        int2 one = choice.ascending[row][e];
+        int2 one = choice.ascending[0][e];
         const float *at = from + max(one.x, 0) * spans * TILE;
         // Two spans are what there is as a rule.
         float dot = 0.0f + at[0];
@@ -448,31 +166,13 @@ DEVICE void store_output(const FewExperts &p, const Choice &choice, const Output
         for (int s = 2; s < spans; s++) dot += at[s * TILE];
         total = one.x >= 0 ? fmaf(__int_as_float(one.y), dot, total) : total;
     }
-    long place = (long)row * p.cols + tile * TILE + i % TILE;
+    int place = tile * TILE + i;
     if (p.last) p.hidden[place] = out.before + total;
     else p.sum[place] = total;
 }
 
-/// Finds out where this launch's inner numbers go, by one thread: to either half of their room by turns. The launch is counted when all
-/// blocks know.
-DEVICE void find_inner(const FewExperts &p, Choice &choice) {
-    u32 before, here;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(p.launches + 1) : "memory");
-    bool second = before & 1;
-    choice.inner = p.inner + (second ? p.inner_room : 0), choice.other = p.inner + (second ? 0 : p.inner_room);
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(here) : "l"(p.launches) : "memory");
-    if (here < gridDim.x - 1) return;
-    asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(p.launches) : "memory");
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p.launches + 1), "r"(before + 1) : "memory");
-}
-
-/// Marks this block's share of the places of the next launch's inner numbers, by a warp.
-DEVICE void mark_others(const FewExperts &p, const Choice &choice) {
-    int first = (blockIdx.x * 32 + threadIdx.x % 32) * 4;
-    for (int i = first; i < p.inner_room; i += gridDim.x * 32 * 4) *(uint4 *)(choice.other + i) = make_uint4(MARK, MARK, MARK, MARK);
-}
-
-/// Has this block's share of what is read behind this kernel brought to the second cache, by a warp: memory has nothing else to do.
+/// Has this block's share of what is read behind this kernel brought to the second cache, by a warp: at the end, as what other blocks still
+/// read from that cache would wait.
 DEVICE void look_ahead(const FewExperts &p) {
     int lane = threadIdx.x % 32;
     if (lane > 3) return;
@@ -480,58 +180,54 @@ DEVICE void look_ahead(const FewExperts &p) {
     if (from < bytes) prefetch_bulk(p.ahead[lane].at + from, min(p.ahead[lane].share, bytes - from));
 }
 
-/// The choice of row `row`, by a warp.
-DEVICE void choose_row(const FewExperts &p, Choice &choice, u8 *shared, int row) {
-    int lane = threadIdx.x % 32;
-    u32 *keys = (u32 *)(shared + p.scratch_at) + row * p.experts;
-    choose_experts(p.logits + (long)row * p.gates_stride, p.experts, p.used, keys, choice.ids[row], choice.weights[row]);
-    __syncwarp();
-    if (lane >= p.used) return;
-    u32 id = choice.ids[row][lane];
-    choice.pairs[row * p.used + lane] = has(p.mask, id) ? id : NOTHING;
-}
-
-/// What is left to do of the choice of a row when copies have begun, by a warp.
-DEVICE void settle_choice(const FewExperts &p, Choice &choice, int row) {
-    int lane = threadIdx.x % 32, at = row * p.used + lane;
-    weigh_experts(choice.ids[row], p.used, choice.weights[row], choice.order[row]);
-    __syncwarp();
-    if (lane >= p.used) return;
-    u32 rank = choice.order[row][lane], pair = row * p.used + rank;
-    choice.ascending[row][lane] = make_int2(choice.pairs[pair] == NOTHING ? -1 : (int)pair, __float_as_int(choice.weights[row][rank]));
-    if (blockIdx.x > 0) return;
-    p.ids[at] = choice.ids[row][lane], p.weights[at] = choice.weights[row][lane], p.order[at] = choice.order[row][lane];
-}
-
-/// What warps do before the first copies of what was chosen: so many choose, stage x, and, the last ones, make zeros and tables.
+/// What warps do before the first copies of what was chosen: the first one chooses, so many stage x, and, the last ones, make zeros and
+/// tables. All but the first do both if they are too few.
 struct Roles {
-    int choosing, staging, others;
+    int staging, others;
 
     DEVICE Roles of(const FewExperts &p) {
-        int choosing = min(p.count, Sizes::warps(p)), left = Sizes::warps(p) + 1 - choosing;
-        // Too few warps: all but those that choose do both.
-        int staging = left >= 12 ? min(8, left - 8) : left;
-        Roles roles = {choosing, staging, left >= 12 ? left - staging : left};
-        return roles;
+        int all = Sizes::warps(p), staging = all >= 12 ? min(8, all - 8) : all;
+        return {staging, all >= 12 ? all - staging : all};
     }
 };
 
 /// Barriers, the shared expert's tile, zeros and tables: what does not depend on the kernel before.
 DEVICE void prepare(const FewExperts &p, Choice &choice, u8 *shared, const Roles &roles) {
-    int thread = threadIdx.x - 32 * (Sizes::warps(p) + 1 - roles.others);
+    int thread = threadIdx.x - 32 * (Sizes::warps(p) + 1 - roles.others), lane = threadIdx.x % 32;
+    if (thread < 0) return;
     if (threadIdx.x / 32 == Sizes::warps(p)) {
-        for (int i = threadIdx.x % 32; i <= SHARED_BARRIER; i += 32) barrier_init(barrier_of(choice, i), arrivals());
-        if (threadIdx.x % 32 == 0) barrier_init(shared_address(&choice.kept.known), 1);
+        if (lane == 0) barrier_init(barrier_of(choice, SHARED_BARRIER), arrivals()), barrier_init(shared_address(&choice.kept.known), 1);
         barriers_made();
         __syncwarp();
         if (Sizes::shared_spans(p) && (int)blockIdx.x < Sizes::tiles(p)) bring_shared(p, choice, blockIdx.x, shared_address(shared));
     }
-    if (thread < 0) return;
+    // A warp takes 35 ns for each barrier.
+    int items = p.groups * p.slots, all = items + Sizes::groups(p) * p.down_slots;
+    for (int i = thread / 32 + lane * roles.others; i < all; i += 32 * roles.others) {
+        barrier_init(barrier_of(choice, i < items ? i : DOWN_BARRIERS + i - items), arrivals());
+    }
+    barriers_made();
     Threads by = {thread, 32 * roles.others};
     for (int i = by.thread; i < ZEROS / 4; i += by.threads) ((u32 *)shared)[i] = 0;
     fill_table_of(p.gate.type, (u32 *)(shared + p.table_at[0]), by);
     if (p.up.type != p.gate.type) fill_table_of(p.up.type, (u32 *)(shared + p.table_at[1]), by);
     if (p.first && p.table_at[3] > 0) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[3]), by);
+}
+
+/// Behind a block's gate and up: more of down comes where they have been, and its table where theirs was. Where each group has at most
+/// one turn of down, and the table is the same, warps go on without the others.
+DEVICE void turn_to_down(const FewExperts &p, Choice &choice, u8 *shared) {
+    int thread = thread_again();
+    bool same = p.down.type == p.gate.type, alone = same && Turn::of_tile(p) == 1 && Sizes::tiles(p) <= (int)gridDim.x;
+    if (!alone) __syncthreads();
+    if (thread / 32 == Sizes::warps(p)) {
+        if (thread % 32 == 0) count_launch(p);
+    } else if (!alone) {
+        bring_turns(p, choice, shared_address(shared), 1, p.down_slots);
+    }
+    if (same) return;
+    fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {thread, (int)blockDim.x});
+    __syncthreads();
 }
 
 /// Grid: a block for each multiprocessor, or fewer.
@@ -541,42 +237,38 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
     __shared__ Choice choice;
     next();
     int warp = threadIdx.x / 32, group = warp / PARTS, part = warp % PARTS;
-    int all = Sizes::items(p) * p.count * p.used, of_row = Sizes::items(p) * p.used;
-    int first = blockIdx.x * all / gridDim.x, end = (blockIdx.x + 1) * all / gridDim.x, row = min(small_quotient(first, of_row), p.count - 1);
+    int all = Sizes::items(p) * p.used, first = blockIdx.x * all / gridDim.x, end = (blockIdx.x + 1) * all / gridDim.x;
     u32 base = shared_address(shared);
     int number = first + group + part * p.groups; // of the first item that this warp asks for
     Eight item = Eight::at(p, number);
     Begins begins = Begins::of(p, item);
     Roles roles = Roles::of(p);
+    bool asks = warp < Sizes::warps(p) && part < p.slots && number < end;
+    Prepared prepared = {};
+    if (p.aligned && asks) prepared = Prepared::of(p, choice, begins, group * p.slots + part);
+    if (threadIdx.x == 0) choice.end = end;
     prepare(p, choice, shared, roles);
     previous();
-    if (threadIdx.x == blockDim.x - 1) find_inner(p, choice);
-    if (warp < roles.choosing) {
-        for (int r = warp; r < p.count; r += roles.choosing) choose_row(p, choice, shared, r);
-    } else if (warp < roles.choosing + roles.staging) {
-        stage_x(p, shared, row, warp - roles.choosing, roles.staging);
+    if (warp == 0) {
+        choose_row(p, choice, (u32 *)(shared + p.scratch_at), 0);
+    } else if (warp <= roles.staging) {
+        stage_x(p, shared, 0, warp - 1, roles.staging);
+        if (threadIdx.x == 32) find_inner(p, choice);
     }
     __syncthreads();
     if (warp < Sizes::warps(p)) {
-        if (part < p.slots && number < end) bring_item(p, choice, item.pair, begins, base, group * p.slots + part);
-        bring_turns(p, choice, base, 0, 1);
-        gate_and_up(p, choice, shared, first, end, row);
+        if (asks && p.aligned) Prepared::begin(p, prepared, choice, item.pair, base, group * p.slots + part);
+        else if (asks) bring_item(p, choice, item.pair, begins, base, group * p.slots + part);
+        if (!has_one_turn(p)) bring_turns(p, choice, base, 0, 1);
+        gate_and_up(p, choice, shared, first);
     } else {
-        for (int r = 0; r < p.count; r++) settle_choice(p, choice, r);
+        settle_choice(p, choice, 0, blockIdx.x == 0);
         if (p.keep.book.slots) find_missing(p.keep, choice.pairs, choice.kept);
         mark_others(p, choice);
+        if (has_one_turn(p)) bring_all_down(p, choice, base, choice.end - first);
     }
     if (Sizes::shared_spans(p)) multiply_shared(p, choice, shared, blockIdx.x);
-    __syncthreads();
-    // More of down comes where gate and up have been, and its table where theirs was.
-    int thread = thread_again();
-    bool more = Turn::of_tile(p) > 1 || Sizes::tiles(p) > gridDim.x;
-    if (thread / 32 == Sizes::warps(p)) look_ahead(p);
-    else if (more) bring_turns(p, choice, base, 1, p.down_slots);
-    if (p.down.type != p.gate.type) {
-        fill_table_of(p.down.type, (u32 *)(shared + p.table_at[2]), {thread, (int)blockDim.x});
-        __syncthreads();
-    }
+    turn_to_down(p, choice, shared);
 #pragma unroll 1
     for (int tile = blockIdx.x, turn = 0; tile < Sizes::tiles(p); tile += gridDim.x, turn += Turn::of_tile(p)) {
         if (turn > 0 && Sizes::shared_spans(p)) {
@@ -585,10 +277,11 @@ KERNEL __launch_bounds__(EXPERTS_THREADS, 1) void few_experts(__grid_constant__ 
         }
         if (thread_again() / 32 < Sizes::warps(p)) multiply_down(p, choice, shared, tile, turn);
         int i = thread_again();
-        Output out = Output::of(p, i, tile);
+        Output out = Output::at(p, 0, tile * TILE + i, i < TILE);
         __syncthreads();
         store_output(p, choice, out, shared, i, tile);
         if (tile + (int)gridDim.x < Sizes::tiles(p)) __syncthreads();
     }
+    if (thread_again() / 32 == Sizes::warps(p)) look_ahead(p);
     if (p.keep.book.slots) note_kept(p.keep, choice.pairs, choice.kept);
 }

@@ -32,14 +32,20 @@ DEVICE int arrivals() {
 #endif
 }
 
+#if __CUDA_ARCH__ >= 900
+/// Begins to copy up to two blocks of lines, by a thread; a barrier waits for them, and for what it wrote before.
+DEVICE void begin_copies_alone(u32 barrier, u32 to, const Lines &a, u32 second_to, const Lines &b) {
+    barrier_expect(barrier, a.bytes + b.bytes);
+    if (a.bytes) bulk_copy(to, a.from, a.bytes, barrier);
+    if (b.bytes) bulk_copy(second_to, b.from, b.bytes, barrier);
+}
+#endif
+
 /// Begins to copy up to two blocks of lines, by a warp; a barrier waits for them, and for what its first lane wrote before.
 DEVICE void begin_copies(u32 barrier, u32 to, const Lines &a, u32 second_to, const Lines &b) {
     int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
-    if (lane > 0) return;
-    barrier_expect(barrier, a.bytes + b.bytes);
-    if (a.bytes) bulk_copy(to, a.from, a.bytes, barrier);
-    if (b.bytes) bulk_copy(second_to, b.from, b.bytes, barrier);
+    if (lane == 0) begin_copies_alone(barrier, to, a, second_to, b);
 #else
     for (int i = 16 * lane; i < a.bytes; i += 32 * 16) copy_16(to + i, a.from + i, true);
     for (int i = 16 * lane; i < b.bytes; i += 32 * 16) copy_16(second_to + i, b.from + i, true);

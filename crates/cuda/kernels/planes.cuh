@@ -64,10 +64,13 @@ DEVICE void multiply_whole(int c[4], const u32 a[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// sums += this lane's part of low · x and high · x, over the first `runs` runs of a span. `x`: where this lane finds its factors
-/// of run 0 of its own, `scale`: of x.
-template <class T>
-DEVICE void multiply_span(float sums[2], const u8 *low, const u8 *high, const u8 *x, float scale, int runs, const u32 *table) {
+/// This lane's factors of the eight weights t of its run k: of planes, of which its own begin at `x`.
+DEVICE uint2 factors(const u8 *x, int k, int t) { return *(const uint2 *)(x + 128 * k + 8 * t); }
+
+/// sums += this lane's part of low · x and high · x, over the first `runs` runs of a span. `x`: where `factors` finds this lane's,
+/// `scale`: of x.
+template <class T, class X, class Table>
+DEVICE void multiply_span(float sums[2], const u8 *low, const u8 *high, X x, float scale, int runs, Table table) {
     typedef Whole<T> W;
     const int EACH = 4 / W::HALVES;
     int q = threadIdx.x % 4;
@@ -100,7 +103,7 @@ DEVICE void multiply_span(float sums[2], const u8 *low, const u8 *high, const u8
             int c[4] = {}, of_ones[4] = {};
 #pragma unroll
             for (int t = half * EACH; t < (half + 1) * EACH; t++) {
-                uint2 b = *(const uint2 *)(x + 128 * k + 8 * t);
+                uint2 b = factors(x, k, t);
                 u32 a[4];
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
@@ -179,6 +182,13 @@ DEVICE void fill_table_of(int type, u32 *table, Threads by) {
         typedef decltype(type) T;
         if constexpr (T::LEN > 8) Whole<T>::fill_table(table, by);
     });
+}
+
+/// Sums over the four lanes of a row, as `row_sum` makes them: those of `low` in even lanes, of `high` in odd ones.
+DEVICE float row_sums(float low, float high) {
+    bool odd = threadIdx.x % 2;
+    float sum = (odd ? high : low) + __shfl_xor_sync(~0u, odd ? low : high, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
 }
 
 /// The sum over the four lanes of a row.

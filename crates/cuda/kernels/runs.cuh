@@ -23,6 +23,19 @@ template <int COUNT> DEVICE void words_at(const u8 *from, u32 out[COUNT]) {
     }
 }
 
+/// The same `behind` bytes, a multiple of 4, from an even address that is the same for several of them.
+template <int COUNT> DEVICE void words_behind(const u8 *from, u32 behind, u32 out[COUNT]) {
+    u32 odd = shared_address(from) & 2, select = odd ? 0x5432 : 0x3210;
+    const u32 *at = (const u32 *)(from - odd + behind);
+    u32 before = at[0];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        u32 after = at[i + 1];
+        out[i] = __byte_perm(before, after, select);
+        before = after;
+    }
+}
+
 /// The same from any address; also reads up to three bytes before them.
 template <int COUNT> DEVICE void words_anywhere(const u8 *from, u32 out[COUNT]) {
     u32 odd = shared_address(from) & 3;

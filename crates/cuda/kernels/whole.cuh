@@ -16,6 +16,20 @@ DEVICE u32 permute(u32 a, u32 b, u32 select) {
     return out;
 }
 
+/// A word of a table, `at` bytes behind its beginning.
+DEVICE u32 table_word(const u32 *table, u32 at) { return *(const u32 *)((const u8 *)table + at); }
+
+/// The same of a table whose address in shared memory is a number.
+DEVICE u32 table_word(u32 table, u32 at) {
+    u32 out;
+    asm("ld.shared.u32 %0, [%1];" : "=r"(out) : "r"(table + at));
+    return out;
+}
+
+/// The table that begins so many words behind.
+DEVICE const u32 *behind(const u32 *table, int words) { return table + words; }
+DEVICE u32 behind(u32 table, int words) { return table + 4 * words; }
+
 /// Threads that fill a table together: how many, and which of them this is.
 struct Threads {
     int thread, threads;
@@ -32,10 +46,10 @@ template <int ROWS, int COPIES_OF, class Entry> DEVICE void fill_copies(u32 *tab
 }
 
 /// The entry of such a table whose number is the WIDTH bits of `word` from bit `at` on: an address in as few instructions as can be.
-template <int COPIES_OF, int WIDTH> DEVICE u32 entry_of(const u32 *table, u32 word, int at) {
+template <int COPIES_OF, int WIDTH, class Table> DEVICE u32 entry_of(Table table, u32 word, int at) {
     const int LOG = COPIES_OF == 32 ? 7 : COPIES_OF == 16 ? 6 : COPIES_OF == 8 ? 5 : 4;
     u32 offset = (at < LOG ? word << (LOG - at) : word >> (at - LOG)) & ((1u << WIDTH) - 1) << LOG;
-    return *(const u32 *)((const u8 *)table + (offset | threadIdx.x % COPIES_OF * 4));
+    return table_word(table, offset | threadIdx.x % COPIES_OF * 4);
 }
 
 /// Byte `byte` of `word` as the number of an entry of two tables of 256 in turns: with all copies, its address is the byte put in place.
@@ -43,6 +57,14 @@ DEVICE u32 byte_entry(const u32 *table, u32 word, int byte, int second) {
     u32 lane = threadIdx.x % ALL_COPIES * 4;
     u32 at = ALL_COPIES == 32 ? permute(word, lane, 0x5504 | byte << 4) : (word >> (8 * byte) & 255) * (8 * ALL_COPIES) | lane;
     return ((const u32 *)((const u8 *)table + at))[second * ALL_COPIES];
+}
+
+/// The same of a table whose address is a number: one instruction works out the place, with the address.
+DEVICE u32 byte_entry(u32 table, u32 word, int byte, int second) {
+    u32 lane = table + threadIdx.x % ALL_COPIES * 4, each = 8 * ALL_COPIES << (byte % 2 * 16), at;
+    if (byte < 2) asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(at) : "r"(each), "r"(word), "r"(lane));
+    else asm("dp2a.hi.u32.u32 %0, %1, %2, %3;" : "=r"(at) : "r"(each), "r"(word), "r"(lane));
+    return table_word(at, second * ALL_COPIES * 4);
 }
 
 const int BYTE_TABLES = 256 * 2 * ALL_COPIES * 4; // bytes
@@ -125,7 +147,7 @@ DEVICE void eight_of(const Bytes &run, int t, u32 out[2]) { out[0] = run.words[2
 template <> struct Whole<Q8_0> : OneFactor {
     typedef Bytes Run;
     DEVICE void open(const u8 *block, u32, Run &run) { words_at<8>(block + 2, run.words); }
-    DEVICE void eight(const Run &run, int t, const u32 *, u32 out[2]) { eight_of(run, t, out); }
+    template <class Table> DEVICE void eight(const Run &run, int t, Table, u32 out[2]) { eight_of(run, t, out); }
 };
 
 /// Nibbles of 16 bytes, byte j holding the weights j and j + 16; FIFTH: where the fifth bits are, or 0; less ZERO.
@@ -138,7 +160,7 @@ template <int AT, int FIFTH, int ZERO, class Factors> struct Nibbles : Factors {
         words_at<4>(block + AT, run.words);
         run.fifth = FIFTH ? word(block, FIFTH) : 0;
     }
-    DEVICE void eight(const Run &run, int t, const u32 *, u32 out[2]) {
+    template <class Table> DEVICE void eight(const Run &run, int t, Table, u32 out[2]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             out[i] = run.words[t % 2 * 2 + i] >> (t / 2 * 4) & 0x0f0f0f0fu;
@@ -165,7 +187,7 @@ template <class Factors> struct Uneven : Factors {
         u32 words[4];
         int scales[2], mins[2];
     };
-    DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
+    template <class Table> DEVICE void eight(const Run &run, int t, Table table, u32 out[2]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             u32 four = run.words[t % 2 * 2 + i] >> (t / 2 * 4) & 0x0f0f0f0fu, pairs = four | four >> 4;
@@ -219,7 +241,7 @@ template <> struct Whole<Q2_K> : WholeBase {
         run.scales[0] = both & 15, run.mins[0] = both >> 4 & 15, run.scales[1] = both >> 8 & 15, run.mins[1] = both >> 12;
         two_bit_run(block + 16, r, run.words);
     }
-    DEVICE void eight(const Run &run, int t, const u32 *, u32 out[2]) { eight_of(run, t, out); }
+    template <class Table> DEVICE void eight(const Run &run, int t, Table, u32 out[2]) { eight_of(run, t, out); }
 };
 
 template <> struct Whole<Q3_K> : WholeBase {
@@ -239,7 +261,7 @@ template <> struct Whole<Q3_K> : WholeBase {
 #pragma unroll
         for (int i = 0; i < 8; i++) run.words[i] = less(run.words[i] | (thirds[i] >> r & 0x01010101u) << 2, 4);
     }
-    DEVICE void eight(const Run &run, int t, const u32 *, u32 out[2]) { eight_of(run, t, out); }
+    template <class Table> DEVICE void eight(const Run &run, int t, Table, u32 out[2]) { eight_of(run, t, out); }
 };
 
 /// Q4_K and Q5_K: nibbles at AT, five bits with FIFTH.
@@ -256,7 +278,7 @@ template <int AT, bool FIFTH> struct WholeK : TwoFactors<1> {
             if (FIFTH) run.words[i] |= (fifth[i] >> r & 0x01010101u) << 4;
         }
     }
-    DEVICE void eight(const Run &run, int t, const u32 *, u32 out[2]) { eight_of(run, t, out); }
+    template <class Table> DEVICE void eight(const Run &run, int t, Table, u32 out[2]) { eight_of(run, t, out); }
 };
 
 template <> struct Whole<Q4_K> : WholeK<16, false> {};
@@ -277,7 +299,7 @@ template <> struct Whole<Q6_K> : WholeBase {
             run.words[i] = less(low | high << 4, 32);
         }
     }
-    DEVICE void eight(const Run &run, int t, const u32 *, u32 out[2]) { eight_of(run, t, out); }
+    template <class Table> DEVICE void eight(const Run &run, int t, Table, u32 out[2]) { eight_of(run, t, out); }
 };
 
 /// What a run of a codebook needs: indices and signs, in two words of each.
@@ -302,10 +324,10 @@ template <int ROWS, int SIGNS, int ROW_COPIES, int SIGN_COPIES> struct WholeIq2 
                                         [&](int i) { return spread_nibbles(SIGNS == 128 ? even_signs(i) : i) << 2; });
     }
     /// Bits `at` of `index` and `sign_at` of `signs` on.
-    DEVICE void row(const u32 *table, u32 index, int at, u32 signs, int sign_at, u32 out[2]) {
+    template <class Table> DEVICE void row(Table table, u32 index, int at, u32 signs, int sign_at, u32 out[2]) {
         const int WIDTH = ROWS == 512 ? 9 : 10;
         u32 nibbles = entry_of<ROW_COPIES, WIDTH>(table, index, at);
-        nibbles += entry_of<SIGN_COPIES, SIGNS == 128 ? 7 : 8>(table + ROWS * ROW_COPIES, signs, sign_at);
+        nibbles += entry_of<SIGN_COPIES, SIGNS == 128 ? 7 : 8>(behind(table, ROWS * ROW_COPIES), signs, sign_at);
         signed_magnitudes(nibbles, out);
     }
     DEVICE void factors(const u8 *block, float &scale, float &) { scale = half_at(block, 0) * 0.125f; }
@@ -320,11 +342,11 @@ template <> struct Whole<IQ2_XXS> : WholeBase {
     DEVICE void factors(const u8 *block, float &scale, float &) { scale = half_at(block, 0) * 0.125f; }
     DEVICE void open(const u8 *block, u32 r, Run &run) {
         u32 words[2];
-        words_at<2>(block + 2 + 8 * r, words);
+        words_behind<2>(block + 2, 8 * r, words);
         run.rows[0] = words[0], run.signs = words[1];
         run.scales[0] = words[1] >> 27 | 1;
     }
-    DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
+    template <class Table> DEVICE void eight(const Run &run, int t, Table table, u32 out[2]) {
         signed_magnitudes(byte_entry(table, run.rows[0], t, 0) + byte_entry(table, run.signs << (25 - 7 * t), 3, 1), out);
     }
 };
@@ -337,7 +359,7 @@ template <> struct Whole<IQ2_XS> : WholeIq2<512, 128, HALF_COPIES, ALL_COPIES> {
         words_at<2>(block + 2 + 8 * r, run.rows);
         run.scales[0] = 2 * (scales & 15) + 1, run.scales[1] = 2 * (scales >> 4) + 1;
     }
-    DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
+    template <class Table> DEVICE void eight(const Run &run, int t, Table table, u32 out[2]) {
         row(table, run.rows[t / 2], t % 2 * 16, run.rows[t / 2], t % 2 * 16 + 9, out);
     }
 };
@@ -350,7 +372,7 @@ template <> struct Whole<IQ2_S> : WholeIq2<1024, 256, QUARTER_COPIES, HALF_COPIE
         run.rows[0] = word(block, 2 + 4 * r), run.rows[1] = block[66 + r], run.signs = word(block, 34 + 4 * r);
         run.scales[0] = 2 * (scales & 15) + 1, run.scales[1] = 2 * (scales >> 4) + 1;
     }
-    DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
+    template <class Table> DEVICE void eight(const Run &run, int t, Table table, u32 out[2]) {
         row(table, (run.rows[0] >> (8 * t) & 255) | (run.rows[1] >> (2 * t) & 3) << 8, 0, run.signs, 8 * t, out);
     }
 };
@@ -373,7 +395,7 @@ template <> struct Whole<IQ3_XXS> : WholeBase {
         words_at<1>(block + 66 + 4 * r, &run.signs);
         run.scales[0] = run.signs >> 27 | 1;
     }
-    DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
+    template <class Table> DEVICE void eight(const Run &run, int t, Table table, u32 out[2]) {
         u32 both = run.rows[t / 2], signs = byte_entry(table, run.signs << (25 - 7 * t), 3, 1);
         signed_pair(byte_entry(table, both, t % 2 * 2, 0), byte_entry(table, both, t % 2 * 2 + 1, 0), signs, out);
     }
@@ -393,7 +415,7 @@ template <> struct Whole<IQ3_S> : OneFactor {
         run.signs = word(block, 74 + 4 * r), run.ninth = block[66 + r];
         run.scales[0] = 1 + 2 * nibble(block + 106, r);
     }
-    DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
+    template <class Table> DEVICE void eight(const Run &run, int t, Table table, u32 out[2]) {
         u32 both = run.rows[t / 2] >> (t % 2 * 16), ninth = run.ninth >> (2 * t);
         u32 first = (both & 255) | (ninth & 1) << 8, second = (both >> 8 & 255) | (ninth >> 1 & 1) << 8;
         signed_pair(entry_of<HALF_COPIES, 9>(table, first, 0), entry_of<HALF_COPIES, 9>(table, second, 0), spread_bytes(run.signs >> (8 * t) & 255), out);
@@ -410,7 +432,7 @@ struct WholeIq1 : WholeBase {
             return nibbles_of(low & 0x03030303u, high & 0x03030303u);
         });
     }
-    DEVICE void row(const u32 *table, u32 index, bool down, u32 out[2]) {
+    template <class Table> DEVICE void row(Table table, u32 index, bool down, u32 out[2]) {
         chosen_bytes(0xf9000901u, 0xf70007ffu, entry_of<4, 11>(table, index, 0) ^ (down ? 0x44444444u : 0), out);
     }
 };
@@ -421,7 +443,7 @@ template <> struct Whole<IQ1_S> : WholeIq1 {
         run.signs = half_word(block, 34 + 2 * r), run.rows[0] = word(block, 2 + 4 * r);
         run.scales[0] = 2 * (run.signs >> 12 & 7) + 1;
     }
-    DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
+    template <class Table> DEVICE void eight(const Run &run, int t, Table table, u32 out[2]) {
         row(table, (run.rows[0] >> (8 * t) & 255) | (run.signs >> (3 * t) & 7) << 8, run.signs & 0x8000, out);
     }
 };
@@ -439,7 +461,7 @@ template <> struct Whole<IQ1_M> : WholeIq1 {
         u32 scales = half_word(block, 48 + r / 2 * 2) >> (r % 2 * 6);
         run.scales[0] = 2 * (scales & 7) + 1, run.scales[1] = 2 * (scales >> 3 & 7) + 1;
     }
-    DEVICE void eight(const Run &run, int t, const u32 *table, u32 out[2]) {
+    template <class Table> DEVICE void eight(const Run &run, int t, Table table, u32 out[2]) {
         u32 high = run.signs >> (4 * t);
         row(table, (run.rows[0] >> (8 * t) & 255) | (high & 7) << 8, high & 8, out);
     }

@@ -69,6 +69,7 @@ pub(crate) struct Kernels {
     pub(crate) few_head: Function,
     pub(crate) more_head: Function,
     pub(crate) few_experts: Function,
+    pub(crate) more_experts: Function,
     /// Types by the numbers the kernels of few rows know them by.
     pub(crate) few_types: Vec<Type>,
     /// The same of those of their experts.
@@ -174,6 +175,7 @@ impl Kernels {
             few_head: early(&few, "few_head")?,
             more_head: early(&few, "more_head")?,
             few_experts: early(&few_of_experts, "few_experts")?,
+            more_experts: early(&few_of_experts, "more_experts")?,
             few_types,
             few_expert_types,
             dense: dense.as_ref().map(|module| DenseKernels::new(module, target)).transpose()?,

@@ -22,7 +22,9 @@ const FEW_ROWS: &str = include_str!("../kernels/few.cuh");
 const FEW: &str = include_str!("../kernels/few.cu");
 const PLANES: &str = include_str!("../kernels/planes.cuh");
 const LINES: &str = include_str!("../kernels/lines.cuh");
+const SINGLE_EXPERTS: &str = include_str!("../kernels/few_experts.cuh");
 const FEW_EXPERTS: &str = include_str!("../kernels/few_experts.cu");
+const MORE_EXPERTS: &str = include_str!("../kernels/more_experts.cu");
 const SPANS: &str = include_str!("../kernels/spans.cuh");
 const FEW_SPANS: &str = include_str!("../kernels/few_spans.cu");
 const FEW_HEAD: &str = include_str!("../kernels/few_head.cu");
@@ -323,7 +325,19 @@ impl Source {
             target,
             "few experts",
             types,
-            &[ROUTE, &PIPELINE, FEW_ROWS, SPANS, PLANES, LINES, BOOK, KEEP, FEW_EXPERTS],
+            &[
+                ROUTE,
+                &PIPELINE,
+                FEW_ROWS,
+                SPANS,
+                PLANES,
+                LINES,
+                BOOK,
+                KEEP,
+                SINGLE_EXPERTS,
+                FEW_EXPERTS,
+                MORE_EXPERTS,
+            ],
         )
     }
 

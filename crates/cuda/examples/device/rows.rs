@@ -1,6 +1,7 @@
 //! Single rows of several sequences: the bits of each alone, and what a prompt comes to that ends with its token.
 
 use model::{Backend, KvType, MappedExperts, SequenceId};
+use quant::Type;
 use testkit::{Random, TinyModel, TinyOptions};
 
 use crate::check::{OTHER_EXPERTS, OTHER_KERNELS, cuda, limits};
@@ -12,7 +13,10 @@ const BEFORE: [usize; 8] = [1, 31, 32, 63, 255, 256, 1000, 4200];
 /// Rows of each sequence, one after the other.
 const STEPS: usize = 3;
 
-/// Runs `check` for heads of all sizes, and those of the family's files.
+/// Most rows of a pass of single rows.
+const MOST: usize = 8;
+
+/// Runs `check` for heads of all sizes, and those of the family's files; for experts of all types, and widths of several spans.
 pub fn checks(check: &mut dyn FnMut(&str, &dyn Fn() -> String)) {
     let shapes = [(32, 32), (64, 64), (96, 64), (128, 128), (128, 256)];
     for (delta, attention) in shapes {
@@ -28,6 +32,50 @@ pub fn checks(check: &mut dyn FnMut(&str, &dyn Fn() -> String)) {
             check(&format!("rows, heads of {delta} and {attention}, {kv:?}"), &|| rows(options, kv));
         }
     }
+    for ty in Type::all().filter(|&ty| quant::can_encode(ty)) {
+        let options = TinyOptions { layers: 2, ..TinyOptions::quantised(Type::Q8_0, ty) };
+        check(&format!("several {ty}"), &|| several(options));
+    }
+    // A warp has one span of x, two, or more; an expert one span of inner numbers or several, whole or not.
+    for (hidden, width) in [(64, 32), (288, 160), (1312, 544), (2048, 512), (2304, 800), (4096, 288)] {
+        let options =
+            TinyOptions { hidden, width, layers: 2, ..TinyOptions::quantised(Type::Q8_0, Type::Q8_0) };
+        check(&format!("several of {hidden} and {width}"), &|| several(options));
+    }
+}
+
+/// Passes of two to eight rows give each the bits that it has alone.
+fn several(options: TinyOptions) -> String {
+    let tiny = TinyModel::new(options);
+    let mut rows = Passes {
+        model: tiny.model.clone(),
+        cuda: cuda(&tiny.model, limits(3 * MOST * 256, KvType::F16)),
+        experts: MappedExperts::new(&tiny.model),
+    };
+    let tokens = Random::new(5, "prompt").tokens(MOST + 1, TinyOptions::VOCAB);
+    let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+    let (mut ids, mut alone) = (Vec::new(), Vec::new());
+    for i in 0..MOST {
+        let id = rows.cuda.create();
+        rows.pass(&[(id, &tokens[..=i])], |_| ());
+        let copy = rows.cuda.fork(id).expect("a fork");
+        alone.push(rows.pass(&[(copy, &tokens[i + 1..i + 2])], bits).remove(0));
+        rows.cuda.free(copy);
+        ids.push(id);
+    }
+    for count in 2..=MOST {
+        let copies: Vec<SequenceId> =
+            ids[..count].iter().map(|&id| rows.cuda.fork(id).expect("a fork")).collect();
+        let runs: Vec<(SequenceId, &[u32])> =
+            copies.iter().enumerate().map(|(i, &id)| (id, &tokens[i + 1..i + 2])).collect();
+        for (i, found) in rows.pass(&runs, bits).iter().enumerate() {
+            assert!(*found == alone[i], "row {i} of {count}");
+        }
+        for id in copies {
+            rows.cuda.free(id);
+        }
+    }
+    format!("2 to {MOST} rows")
 }
 
 fn rows(options: TinyOptions, kv: KvType) -> String {
