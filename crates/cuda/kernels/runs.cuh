@@ -9,22 +9,10 @@
 //
 // `row` is the start of whole blocks, `run` counts 32 weights from there. Blocks of 144 and 176 bytes lie on 16 bytes.
 
-/// Whole words from an even address of shared memory; reads up to four bytes behind them.
-template <int COUNT> DEVICE void words_at(const u8 *from, u32 out[COUNT]) {
-    // By a difference, which leaves the compiler the knowledge that it is shared memory.
-    u32 odd = shared_address(from) & 2, select = odd ? 0x5432 : 0x3210;
-    const u32 *at = (const u32 *)(from - odd);
-    u32 before = at[0];
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        u32 after = at[i + 1];
-        out[i] = __byte_perm(before, after, select);
-        before = after;
-    }
-}
-
-/// The same `behind` bytes, a multiple of 4, from an even address that is the same for several of them.
+/// Whole words `behind` bytes, a multiple of 4, from an even address of shared memory that is the same for several of them; reads up to
+/// four bytes behind them.
 template <int COUNT> DEVICE void words_behind(const u8 *from, u32 behind, u32 out[COUNT]) {
+    // By a difference, which leaves the compiler the knowledge that it is shared memory.
     u32 odd = shared_address(from) & 2, select = odd ? 0x5432 : 0x3210;
     const u32 *at = (const u32 *)(from - odd + behind);
     u32 before = at[0];
@@ -35,6 +23,9 @@ template <int COUNT> DEVICE void words_behind(const u8 *from, u32 behind, u32 ou
         before = after;
     }
 }
+
+/// The same from an even address on.
+template <int COUNT> DEVICE void words_at(const u8 *from, u32 out[COUNT]) { words_behind<COUNT>(from, 0, out); }
 
 /// The same from any address; also reads up to three bytes before them.
 template <int COUNT> DEVICE void words_anywhere(const u8 *from, u32 out[COUNT]) {
