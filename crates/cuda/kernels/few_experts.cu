@@ -155,17 +155,7 @@ DEVICE void store_output(const FewExperts &p, const Choice &choice, const Output
 #pragma unroll 2
     for (int s = 0; s < shared_spans; s++) total += of_shared[s * TILE];
     if (p.first) total *= sigmoid(out.share);
-#pragma unroll 4
-    for (int e = 0; e < p.used; e++) {
-        int2 one = choice.ascending[0][e];
-        const float *at = from + max(one.x, 0) * spans * TILE;
-        // Two spans are what there is as a rule.
-        float dot = 0.0f + at[0];
-        if (spans > 1) dot += at[TILE];
-#pragma unroll 1
-        for (int s = 2; s < spans; s++) dot += at[s * TILE];
-        total = one.x >= 0 ? fmaf(__int_as_float(one.y), dot, total) : total;
-    }
+    total = add_experts(p, choice, 0, from, total);
     int place = tile * TILE + i;
     if (p.last) p.hidden[place] = out.before + total;
     else p.sum[place] = total;

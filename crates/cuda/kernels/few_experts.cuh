@@ -209,6 +209,9 @@ DEVICE void multiply_item(const FewExperts &p, Choice &choice, const Eight &item
     if (lane % 4 == 0) sums[0] = low, sums[8] = high;
 }
 
+/// A number that another block looks for is not the mark.
+DEVICE float unmarked(float x) { return __float_as_uint(x) == MARK ? __uint_as_float(0x7fffffffu) : x; }
+
 /// Stores a number that another block looks for.
 DEVICE void store_relaxed(float *to, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
 
@@ -231,8 +234,7 @@ DEVICE void store_item(const FewExperts &p, const Choice &choice, const Eight &i
 #pragma unroll
     for (int i = 0; i < PARTS; i++) sum += sums[i * TILE + lane % TILE];
     float up = __shfl_down_sync(~0u, sum, 8);
-    float x = silu(sum) * up;
-    if (__float_as_uint(x) == MARK) x = __uint_as_float(0x7fffffffu);
+    float x = unmarked(silu(sum) * up);
     // All eight in one store.
     if (lane < 8 && output < p.width) store_relaxed(choice.inner + (long)item.pair * p.width + output, x);
 }
@@ -337,6 +339,24 @@ struct Output {
         return out;
     }
 };
+
+/// Adds the chosen experts of a row to an output, ascending: weight times the sum over spans. `from`: of the row's first expert,
+/// [expert][span][16].
+DEVICE float add_experts(const FewExperts &p, const Choice &choice, int row, const float *from, float total) {
+    int spans = Sizes::spans(p);
+#pragma unroll 4
+    for (int e = 0; e < p.used; e++) {
+        int2 one = choice.ascending[row][e];
+        const float *at = from + max(one.x - row * p.used, 0) * spans * TILE;
+        // Two spans are what there is as a rule.
+        float dot = 0.0f + at[0];
+        if (spans > 1) dot += at[TILE];
+#pragma unroll 1
+        for (int s = 2; s < spans; s++) dot += at[s * TILE];
+        total = one.x >= 0 ? fmaf(__int_as_float(one.y), dot, total) : total;
+    }
+    return total;
+}
 
 /// How many launches all blocks know of.
 DEVICE u32 launches_before(const FewExperts &p) {

@@ -98,9 +98,6 @@ DEVICE u32 place_again() { return (u32)thread_again(); }
 /// Comes to a barrier at which others wait for as many threads (`meet`), and goes on.
 DEVICE void come(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
-/// A number that another block looks for is not the mark.
-DEVICE float unmarked(float x) { return __float_as_uint(x) == MARK ? __uint_as_float(0x7fffffffu) : x; }
-
 /// Stores an item's inner numbers, the sums of all parts, [part][16]; by a warp, which calls `read` when it has read them.
 template <class Read> DEVICE void store_sums(const FewExperts &p, const Choice &choice, int pair, int eight, const float *sums, Read read) {
     u32 lane = place_again() % 32, output = eight * 8 + lane;
@@ -361,19 +358,9 @@ template <class T> DEVICE void multiply_job(const FewExperts &p, Choice &choice,
 /// Adds up an output of a job: share · shared expert + Σ weight · down · x over the chosen experts, ascending.
 DEVICE void store_job(const FewExperts &p, const Choice &choice, const Output &out, const u8 *shared, const Job &job, int i) {
     if (!out.exists) return;
-    int spans = Sizes::spans(p);
     const float *from = (const float *)(shared + p.sums_at) + i / TILE * Job::sums(p) * TILE + i % TILE;
     float total = p.first ? out.total * sigmoid(out.share) : out.total;
-#pragma unroll 4
-    for (int e = 0; e < p.used; e++) {
-        int2 one = choice.ascending[job.row][e];
-        const float *at = from + max(one.x - job.row * p.used, 0) * spans * TILE;
-        float dot = 0.0f + at[0];
-        if (spans > 1) dot += at[TILE];
-#pragma unroll 1
-        for (int s = 2; s < spans; s++) dot += at[s * TILE];
-        total = one.x >= 0 ? fmaf(__int_as_float(one.y), dot, total) : total;
-    }
+    total = add_experts(p, choice, job.row, from, total);
     long place = (long)job.row * p.cols + job.tile * TILE + i;
     if (p.last) p.hidden[place] = out.before + total;
     else p.sum[place] = total;
