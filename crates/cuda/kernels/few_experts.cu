@@ -191,17 +191,8 @@ DEVICE void prepare(const FewExperts &p, Choice &choice, u8 *shared, const Roles
         __syncwarp();
         if (Sizes::shared_spans(p) && (int)blockIdx.x < Sizes::tiles(p)) bring_shared(p, choice, blockIdx.x, shared_address(shared));
     }
-    // A warp takes 35 ns for each barrier.
-    int items = p.groups * p.slots, all = items + Sizes::groups(p) * p.down_slots;
-    for (int i = thread / 32 + lane * roles.others; i < all; i += 32 * roles.others) {
-        barrier_init(barrier_of(choice, i < items ? i : DOWN_BARRIERS + i - items), arrivals());
-    }
-    barriers_made();
-    Threads by = {thread, 32 * roles.others};
-    for (int i = by.thread; i < ZEROS / 4; i += by.threads) ((u32 *)shared)[i] = 0;
-    fill_table_of(p.gate.type, (u32 *)(shared + p.table_at[0]), by);
-    if (p.up.type != p.gate.type) fill_table_of(p.up.type, (u32 *)(shared + p.table_at[1]), by);
-    if (p.first && p.table_at[3] > 0) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[3]), by);
+    make_barriers(p, choice, Sizes::groups(p), thread / 32, roles.others);
+    fill_tables(p, shared, {thread, 32 * roles.others});
 }
 
 /// Behind a block's gate and up: more of down comes where they have been, and its table where theirs was. Where each group has at most

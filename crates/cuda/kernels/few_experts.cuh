@@ -95,6 +95,23 @@ DEVICE u32 barrier_of(const Choice &choice, int i) { return shared_address(choic
 
 const int DOWN_BARRIERS = MOST_GROUPS * MOST_SLOTS, SHARED_BARRIER = DOWN_BARRIERS + MOST_DOWN * MOST_SLOTS;
 
+/// Makes the barriers of all slots, by `warps` warps of which this is number `warp`: a warp takes 35 ns for each. `groups`: of down.
+DEVICE void make_barriers(const FewExperts &p, const Choice &choice, int groups, int warp, int warps) {
+    int items = p.groups * p.slots, all = items + groups * p.down_slots;
+    for (int i = warp + threadIdx.x % 32 * warps; i < all; i += 32 * warps) {
+        barrier_init(barrier_of(choice, i < items ? i : DOWN_BARRIERS + i - items), arrivals());
+    }
+    barriers_made();
+}
+
+/// Makes zeros, and tables of all but the down matrices.
+DEVICE void fill_tables(const FewExperts &p, u8 *shared, Threads by) {
+    for (int i = by.thread; i < ZEROS / 4; i += by.threads) ((u32 *)shared)[i] = 0;
+    fill_table_of(p.gate.type, (u32 *)(shared + p.table_at[0]), by);
+    if (p.up.type != p.gate.type) fill_table_of(p.up.type, (u32 *)(shared + p.table_at[1]), by);
+    if (p.first && p.table_at[3] > 0) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[3]), by);
+}
+
 /// This thread's number, read anew: where it would otherwise be kept in a register through all products.
 DEVICE int thread_again() {
     int thread;

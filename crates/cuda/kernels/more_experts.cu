@@ -368,21 +368,14 @@ DEVICE void store_job(const FewExperts &p, const Choice &choice, const Output &o
 
 /// Barriers, zeros and tables, by `by.threads` threads; the block's tiles of the shared expert, by the last warp.
 DEVICE void prepare_more(const FewExperts &p, Choice &choice, u8 *shared, Threads by) {
-    int lane = threadIdx.x % 32, warps = by.threads / 32, items = p.groups * p.slots, all = items + Shares::groups(p) * p.down_slots;
+    int lane = threadIdx.x % 32, warps = by.threads / 32;
     bool last = threadIdx.x / 32 == Sizes::warps(p) - 1;
     if (last && lane == 0) barrier_init(barrier_of(choice, SHARED_BARRIER), arrivals());
-    // A warp takes 35 ns for each barrier.
-    for (int i = by.thread / 32 + lane * warps; i < all; i += 32 * warps) {
-        barrier_init(barrier_of(choice, i < items ? i : DOWN_BARRIERS + i - items), arrivals());
-    }
-    barriers_made();
+    make_barriers(p, choice, Shares::groups(p), by.thread / 32, warps);
     __syncwarp();
     come(13, 32 * (warps + 1));
     if (last && Tiles::of(p).count > 0) bring_shared_tiles(p, choice, shared_address(shared));
-    for (int i = by.thread; i < ZEROS / 4; i += by.threads) ((u32 *)shared)[i] = 0;
-    fill_table_of(p.gate.type, (u32 *)(shared + p.table_at[0]), by);
-    if (p.up.type != p.gate.type) fill_table_of(p.up.type, (u32 *)(shared + p.table_at[1]), by);
-    if (p.first && p.table_at[3] > 0) fill_table_of(p.shared.type, (u32 *)(shared + p.table_at[3]), by);
+    fill_tables(p, shared, by);
 }
 
 /// Grid: [rows][row_jobs].

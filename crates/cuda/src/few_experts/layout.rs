@@ -344,6 +344,8 @@ mod tests {
         use Type as T;
         assert_eq!(of_80b(mixes()[0], 1).most_rows(16, gpu(163 << 10, 108)).0.rows, FEW);
         assert_eq!(of_80b(mixes()[0], 1).most_rows(16, gpu(99 << 10, 128)).0.rows, FEW);
+        // Few multiprocessors as well: jobs of several rows are long.
+        assert_eq!(of_80b(mixes()[0], 1).most_rows(16, gpu(99 << 10, 46)).0.rows, 2);
         let rows =
             of_80b([T::IQ2_S, T::IQ3_XXS, T::MXFP4, T::IQ4_XS], 1).most_rows(16, gpu(99 << 10, 46)).0.rows;
         assert!((1..FEW).contains(&rows), "{rows} rows");
